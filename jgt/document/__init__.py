@@ -20,7 +20,6 @@ from jgt.document.files import read_text as read_text
 from jgt.document.files import shipped_folder as shipped_folder
 from jgt.document.node import Node as Node
 from jgt.document.problems import InputError as InputError
-from jgt.document.problems import describe as describe
 from jgt.document.problems import nearest as nearest
 from jgt.document.problems import shown as shown
 from jgt.document.reader import dump as dump

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from jgt.document.node import Node, dotted_key
-from jgt.document.problems import describe, nearest, shown
+from jgt.document.problems import nearest, shown
 
 _T = TypeVar("_T")
 _MAX_WHOLE = 2**53
@@ -57,7 +57,7 @@ def bind(node: Node, cls: type[_T], problems: list[str]) -> _T | None:
     fill instead, and `REST` the field that takes all keys that are not fields, with their plain values.
     """
     if not isinstance(node.value, dict):
-        problems.append(node.problem(f"must be a mapping of keys to values, not {describe(node.value)}"))
+        problems.append(node.problem(f"must be a mapping of keys to values, not {node.in_words()}"))
         return None
     if choose := getattr(cls, "variant", None):
         cls = choose(node)
@@ -120,7 +120,7 @@ def _bind_scalar(node: Node, hint: object, problems: list[str]) -> object:
     # Not isinstance: True is an int, and a whole number must not take it.
     if type(value) is not hint:
         hinted = " (write true or false)" if hint is bool and value in ("yes", "no", "on", "off") else ""
-        problems.append(node.problem(f"must be {_TYPE_NAMES[hint]}, not {describe(value)}{hinted}"))
+        problems.append(node.problem(f"must be {_TYPE_NAMES[hint]}, not {node.in_words()}{hinted}"))
     elif isinstance(value, float) and not math.isfinite(value):
         problems.append(node.problem(f"must be a finite number, not {value}"))
     return value
@@ -171,14 +171,14 @@ def _bind_literal(node: Node, arguments: _HintArguments, problems: list[str]) ->
 
 def _bind_tuple(node: Node, arguments: _HintArguments, problems: list[str]) -> object:
     if not isinstance(node.value, list):
-        problems.append(node.problem(f"must be a list, not {describe(node.value)}"))
+        problems.append(node.problem(f"must be a list, not {node.in_words()}"))
         return None
     return tuple(_bind_value(item, arguments[0], problems) for item in node.value)
 
 
 def _bind_dict(node: Node, arguments: _HintArguments, problems: list[str]) -> object:
     if not isinstance(node.value, dict):
-        problems.append(node.problem(f"must be a mapping, not {describe(node.value)}"))
+        problems.append(node.problem(f"must be a mapping, not {node.in_words()}"))
         return None
     return {name: _bind_value(item, arguments[1], problems) for name, item in node.value.items()}
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jgt.document.files import locate, read_text
 from jgt.document.node import Node, dotted_key
-from jgt.document.problems import InputError, describe, shown
+from jgt.document.problems import InputError, shown
 from jgt.document.reader import MAX_DEPTH, MAX_KEY, build, parse
 
 MAX_BYTES = 1_000_000
@@ -80,7 +80,7 @@ def _replace(root: Node, parts: Sequence[str], node: Node) -> Node:
     name, *rest = parts
     if not (root.value is None or isinstance(root.value, dict)):
         below = node.key.removeprefix(f"{root.key}.")
-        problem = f"is {describe(root.value)} ({root.where}), not a mapping, so {shown(below)} cannot be set below it"
+        problem = f"is {root.in_words()} ({root.where}), not a mapping, so {shown(below)} cannot be set below it"
         raise InputError([f"{node.where}: {root.key or 'file'}: {problem}"])
     # Copied from the root down to the key; what is beside the path is shared with the old document.
     values = dict(root.children)
@@ -109,7 +109,7 @@ def _read(path: Path, problems: list[str], seen: tuple[Path, ...]) -> Node:
             problems.append(f"{path}: the file is empty. Write its keys, or name another file")
         return Node({}, str(path))
     if not isinstance(node.value, dict):
-        raise InputError([f"{node.where}: the file must be a mapping of keys to values, not {describe(node.value)}"])
+        raise InputError([f"{node.where}: the file must be a mapping of keys to values, not {node.in_words()}"])
     # The node was built just now and is shared with no one, so that removing the key is safe.
     extends = node.value.pop("extends", None)
     return node if extends is None else merge(node, _read(extends.existing_file(path.parent), problems, (*seen, resolved)))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from jgt.document.files import locate, path_problem, shipped_folder, similar_file
-from jgt.document.problems import InputError, describe
+from jgt.document.problems import InputError, shown
 
 Value: TypeAlias = "dict[str, Node] | list[Node] | str | int | float | bool | None"
 """The content of a node."""
@@ -71,7 +71,9 @@ class Node:
 
     def in_words(self) -> str:
         """The value in words, for messages: `a list`, `the whole number 3`, `the text 'x'`."""
-        return describe(self.value)
+        names: dict[type, str] = {dict: "a mapping", list: "a list", int: "the whole number ", float: "the number ", str: "the text "}
+        name = names.get(type(self.value), "")
+        return name if isinstance(self.value, dict | list) else f"{name}{shown(self.value)}"
 
     @property
     def file(self) -> Path:
@@ -93,7 +95,7 @@ class Node:
     def existing_file(self, folder: Path, shipped: str = "") -> Path:
         """As `path`, for a file that must exist. Raises InputError."""
         if not isinstance(self.value, str):
-            raise InputError([self.problem(f"must be the path of a file, not {describe(self.value)}")])
+            raise InputError([self.problem(f"must be the path of a file, not {self.in_words()}")])
         path = self.path(folder, shipped)
         if problem := path_problem(path):
             # A missing file needs no reason.

@@ -85,20 +85,6 @@ def _printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def describe(value: object) -> str:
-    """A value in words, for messages: `a list`, `the whole number 3`, `the text 'x'`."""
-    if value is None:
-        return "null"
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list"
-    if isinstance(value, bool):
-        return str(value).lower()
-    kind = "the whole number " if isinstance(value, int) else "the number " if isinstance(value, float) else ""
-    return f"{'the text ' if isinstance(value, str) else kind}{shown(value)}"
-
-
 def nearest(name: str, known: Iterable[str], *, lists: bool = True) -> str:
     """`Did you mean 'x'?` with the most similar of the known names.
 

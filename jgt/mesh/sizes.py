@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jgt.document import InputError, Node, describe
+from jgt.document import InputError, Node
 
 # No name can be read as a number, or as the `...` of a spec.
 _NAME = re.compile(r"[^\W\d][\w.-]{0,63}")
@@ -45,9 +45,9 @@ class MeshSizes(dict[str, int]):
             # bool is a subclass of int: `data: true` is not a size.
             elif not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
                 allowed = "a whole number of at least 1, or -1 for the remaining devices"
-                problems.append(child.problem(f"an axis size is {allowed}, not {describe(size)}"))
+                problems.append(child.problem(f"an axis size is {allowed}, not {child.in_words()}"))
             elif size > cls.MOST_DEVICES:
-                problems.append(child.problem(f"{describe(size)} is too large; a mesh has at most {cls.MOST_DEVICES:,} devices"))
+                problems.append(child.problem(f"{child.in_words()} is too large; a mesh has at most {cls.MOST_DEVICES:,} devices"))
             else:
                 sizes[axis] = size
         if problem := sizes._free_problem():

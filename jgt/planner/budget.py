@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from jgt.console import amount, axes_text
-from jgt.document import Node, describe, nearest
+from jgt.document import Node, nearest
 from jgt.planner.hlo.instruction import COLLECTIVES
 from jgt.rules import matches, prefixes
 
@@ -55,7 +55,7 @@ class Budget:
         if isinstance(node.value, dict):
             return cls(limits=tuple(_limits(cast("Mapping[str, Node]", node.value), problems)))
         example = "{peak_gb: 70, layers/attn: {all-gather: 0}}"
-        problems.append(node.problem(f"must be a mapping such as {example}, not {describe(node.value)}"))
+        problems.append(node.problem(f"must be a mapping such as {example}, not {node.in_words()}"))
         return cls()
 
     def overruns(self, plan: Plan) -> list[str]:
@@ -83,7 +83,7 @@ def _limit(node: Node, problems: list[str], key: str, *, signal: str = "", kind:
     """The limit, unless its value is wrong."""
     # In Python `true` is an int. Infinity would be a limit that nothing exceeds.
     if isinstance(node.value, bool) or not isinstance(node.value, int | float) or not 0 <= node.value < math.inf:
-        problems.append(node.problem(f"must be a number of at least 0, not {describe(node.value)}"))
+        problems.append(node.problem(f"must be a number of at least 0, not {node.in_words()}"))
     else:
         yield Limit(key=key, where=node.where, most=float(node.value), signal=signal, kind=kind)
 

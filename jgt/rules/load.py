@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from jgt import document
-from jgt.document import InputError, Node, describe, nearest
+from jgt.document import InputError, Node, nearest
 from jgt.rules.rules import Action, ExpertsRule, Overflow, OverlapRule, Rules, SaveRule, SignalRule
 from jgt.rules.spec import Entry, Spec, SpecRule
 
@@ -78,7 +78,7 @@ class _Reader:
         if default is not None and default.value not in (None, "replicate"):
             self._problem(
                 default,
-                f"{describe(default.value)} is not allowed; write `replicate`, or leave it out so that an unmatched parameter is an error",
+                f"{default.in_words()} is not allowed; write `replicate`, or leave it out so that an unmatched parameter is an error",
             )
         return Rules(
             signals=tuple(self._signal(name, node) for name, node in self._children(parts.get("signals")).items()),
@@ -131,7 +131,7 @@ class _Reader:
         number = node.value
         if isinstance(number, bool) or not isinstance(number, int | float) or not 1 <= number <= MAX_ROOM:
             self._problem(
-                node, f"room is a number from 1 to {MAX_ROOM}, not {describe(number)}: the rows of a pair of devices over their mean"
+                node, f"room is a number from 1 to {MAX_ROOM}, not {node.in_words()}: the rows of a pair of devices over their mean"
             )
             return DEFAULT_ROOM
         return float(number)
@@ -141,7 +141,7 @@ class _Reader:
             return known[0]
         if node.value not in known:
             near = nearest(node.value, known, lists=False) if isinstance(node.value, str) else ""
-            self._problem(node, f"{describe(node.value)} is not one of {', '.join(known)}. {near}".rstrip())
+            self._problem(node, f"{node.in_words()} is not one of {', '.join(known)}. {near}".rstrip())
             return known[0]
         return node.value
 
@@ -175,7 +175,7 @@ class _Reader:
         if not isinstance(node.value, list):
             self._problem(
                 node,
-                f"a spec is a list with an axis, a list of axes, null or `...` for each dim ([] replicates), not {describe(node.value)}",
+                f"a spec is a list with an axis, a list of axes, null or `...` for each dim ([] replicates), not {node.in_words()}",
             )
             # After a problem the spec must not cause another one. This one fits every rank.
             return (...,)
@@ -198,12 +198,12 @@ class _Reader:
             return self._axis(node)
         if isinstance(node.value, list):
             return tuple(axis for child in node.value for axis in self._axis(child))
-        self._problem(node, f"a spec entry is an axis, a list of axes, null or `...`, not {describe(node.value)}")
+        self._problem(node, f"a spec entry is an axis, a list of axes, null or `...`, not {node.in_words()}")
         return ()
 
     def _axis(self, node: Node) -> tuple[str, ...]:
         if not isinstance(node.value, str) or node.value == "...":
-            self._problem(node, f"must be the name of a mesh axis or of a group in axes:, not {describe(node.value)}")
+            self._problem(node, f"must be the name of a mesh axis or of a group in axes:, not {node.in_words()}")
             return ()
         return self.groups.get(node.value, (node.value,))
 
@@ -232,7 +232,7 @@ class _Reader:
         if node is None or node.value is None:
             return {}
         if not isinstance(node.value, dict):
-            self._problem(node, f"must be a mapping of keys to values, not {describe(node.value)}")
+            self._problem(node, f"must be a mapping of keys to values, not {node.in_words()}")
             return {}
         return node.value
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
-from jgt.document import InputError, describe, nearest, read
+from jgt.document import InputError, nearest, read
 from jgt.planner.hardware.chip import CHIP_FOLDER, CPU_KIND, Chip, chip_names, load_chip, name_of, read_chip, unmeasured_cpu
 from jgt.planner.hardware.network import Network
 
@@ -119,7 +119,7 @@ class Target:
             if name not in names:
                 problems.append(node.problem(f"is not a chip that jgt knows. {nearest(name, names)}"))
             elif isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < math.inf:
-                problems.append(node.problem(f"must be the dollars for an hour of one GPU, such as 2.5, not {describe(price)}"))
+                problems.append(node.problem(f"must be the dollars for an hour of one GPU, such as 2.5, not {node.in_words()}"))
             else:
                 prices[name] = float(price)
         missing = [name for name in chips if name not in root.children]
