@@ -30,7 +30,7 @@ from jgt.mesh.mesh import use_virtual_cpu
 from jgt.planner.hardware.target import Target
 from train.config import Run, load
 from train.plan.make import make_plan
-from train.search.trial import MeasuredStep
+from train.plan.trial import MeasuredStep
 
 DEVICES, ROUNDS = 8, 4
 

@@ -26,12 +26,10 @@ from benchmarks.calibrated import DEVICES, kendall, measured, say
 from benchmarks.harness import make_parser, report, table
 from jgt.mesh.mesh import use_virtual_cpu
 from jgt.planner.hardware.target import Target
-from train.code.files import Code
-from train.config import load
+from train.plan.auto import fastest
 from train.plan.make import answer
-from train.search.auto import fastest
 from train.search.layout import Candidate
-from train.search.plans import Plans, Question
+from train.search.plans import Plans, RunFile
 from train.search.search import LayoutSearch
 from train.search.space import Open, candidates
 
@@ -56,21 +54,14 @@ def compare(name: str, target: Target, folder: Path) -> dict[str, Any]:
     file = folder / f"{name}.yaml"
     # JSON is YAML.
     file.write_text(json.dumps({"model": MODELS[name], "train": {"steps": 1, "batch": 16, "remat": "none", "accumulate": 1}}))
-    opened = Open.read(str(file), [], Code())
+    run_file = RunFile(config=str(file))
+    opened = Open.read(run_file)
     space = [one for one in candidates(opened, DEVICES) if is_tried(one)]
-    search = LayoutSearch(
-        question=Question.on(target, str(file), [], []),
-        space=space,
-        plans=Plans(answer, None),
-        seconds=600,
-        top=_TOP,
-        model=opened.run.config.model,
-        say=say,
-    )
+    search = LayoutSearch(opened=opened, target=target, space=space, plans=Plans(answer, None), seconds=600, top=_TOP, say=say)
     search.run()
     ranked = search.ranked()
-    found = fastest(ranked, str(file), [f"devices.virtual_cpu={DEVICES}"], [], say)
-    rounds = measured({one.text: load(str(file), [*one.overrides, f"devices.virtual_cpu={DEVICES}"]) for one in space})
+    found = fastest(ranked, run_file.adding(f"devices.virtual_cpu={DEVICES}"), say)
+    rounds = measured({one.text: run_file.adding(*one.overrides, f"devices.virtual_cpu={DEVICES}").load() for one in space})
     seconds = {layout: min(samples) for layout, samples in rounds.items()}
     order = sorted(seconds, key=lambda layout: seconds[layout])
     taken, best = found.candidate.text, rounds[order[0]]

@@ -36,13 +36,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.harness import ROOT, make_parser, report, table
 from benchmarks.search import RUNS, kendall, run_file
 from jgt.planner.hardware.target import Target
-from train.code.files import Code
 from train.plan.make import answer
 from train.search.estimate import Estimate, Estimator, Step
 from train.search.layout import Candidate
-from train.search.plans import Answer, Plans, Question, plans_folder
+from train.search.plans import Answer, Plans, RunFile, plans_folder
 from train.search.search import LayoutSearch
-from train.search.space import Open, candidates
+from train.search.space import Open
 
 LAYOUTS = ROOT / "benchmarks" / "layouts"
 _NEAR = 2.0
@@ -130,9 +129,9 @@ def plan_sample(row: str, run: Mapping[str, Any], seconds: float, count: int) ->
         search = _search(_write_run(folder, run), run["target"], seconds)
         search.run()
         estimator = search.estimator
-        assert estimator is not None and search.step is not None
+        assert estimator is not None
         tries = [one for one in search.tries if not one.plan.problems]
-        lines = [json.dumps(asdict(search.step)), *(_line(one.candidate, one.plan, is_drawn=False) for one in tries)]
+        lines = [json.dumps(asdict(estimator.step)), *(_line(one.candidate, one.plan, is_drawn=False) for one in tries)]
         # A search closes its plans.
         search.plans = Plans(answer, plans_folder())
         try:
@@ -160,16 +159,8 @@ def _write_run(folder: str, run: Mapping[str, Any]) -> Path:
 
 
 def _search(path: Path, where: str, seconds: float) -> LayoutSearch:
-    target, opened = Target.parse(where), Open.read(str(path), [], Code())
-    return LayoutSearch(
-        question=Question.on(target, str(path), [], []),
-        space=candidates(opened, target.num_devices),
-        plans=Plans(answer, plans_folder()),
-        seconds=seconds,
-        top=6,
-        model=opened.run.config.model,
-        say=_say,
-    )
+    opened, plans = Open.read(RunFile(config=str(path))), Plans(answer, plans_folder())
+    return LayoutSearch(opened=opened, target=Target.parse(where), plans=plans, seconds=seconds, top=6, say=_say)
 
 
 def _draw(search: LayoutSearch, estimator: Estimator, count: int) -> list[int]:

@@ -84,11 +84,10 @@ def _main(arguments: argparse.Namespace) -> int:
     read_key(run.config.checkpoint.key, f"{run.where('checkpoint.key')}: checkpoint.key")
     if run.config.train.auto:
         # Without a layout to choose, a start needs no search and nothing that a search imports.
-        from .plan.__main__ import answer_question
-        from .search.auto import with_best_layout
+        from .plan.auto import with_best_layout
 
         # A cluster that decides its size later has several processes.
-        run = with_best_layout(run, arguments, 1 if cluster is None else cluster.num_processes or 2, say, answer_question)
+        run = with_best_layout(run, arguments, 1 if cluster is None else cluster.num_processes or 2, say)
     profiled = read_step_range(arguments.profile, run.steps if run.config.train.epochs is None else None)
     with garbage_collection_paused():
         from .compiled import programs_on_trial

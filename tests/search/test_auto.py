@@ -9,12 +9,13 @@ from jgt.document import InputError
 from jgt.planner.hardware.target import Target
 from train.code.files import Code
 from train.config import load
-from train.search import auto
-from train.search.auto import target_at_hand, with_best_layout
+from train.plan import auto
+from train.plan.auto import target_at_hand, with_best_layout
+from train.plan.trial import devices_at_hand, step_seconds
 from train.search.layout import Candidate, Roles
-from train.search.plans import Answer, in_process
+from train.search.plans import Answer, RunFile, in_process
 from train.search.search import Try
-from train.search.trial import devices_at_hand, step_seconds
+from train.search.space import candidates
 
 FILE = """
 run: {name: mine}
@@ -33,9 +34,9 @@ class Planned:
 
     searches: list[str] = []
 
-    def __init__(self, *, space, question, **_):
-        self.target, self.tries, self.question = question.target, [], question
-        for rank, one in enumerate([c for c in space if c.rules == "jgt:fsdp_tensor"][:2], 1):
+    def __init__(self, *, opened, target, **_):
+        self.target, self.tries = target, []
+        for rank, one in enumerate([c for c in candidates(opened, target.num_devices) if c.rules == "jgt:fsdp_tensor"][:2], 1):
             plan = Answer(seconds=float(rank), peak_bytes=10**9, fits=True, flops=1.0, exposed={"tensor": 0.1 * rank})
             self.tries.append(Try(candidate=one, plan=plan, estimate=None))
 
@@ -48,10 +49,6 @@ class Planned:
     @property
     def best(self):
         return self.tries[0]
-
-
-def no_plan(question):
-    raise AssertionError
 
 
 @pytest.fixture
@@ -67,7 +64,7 @@ def start(tmp_path, monkeypatch):
         monkeypatch.setattr(auto, "target_at_hand", lambda run, where: Target.parse(target))
         arguments = argparse.Namespace(config=str(path), overrides=[f"run.dir={tmp_path / 'mine'}", *overrides], code=[])
         said = []
-        run = with_best_layout(load(arguments.config, arguments.overrides, code=Code()), arguments, num_processes, said.append, no_plan)
+        run = with_best_layout(load(arguments.config, arguments.overrides, code=Code()), arguments, num_processes, said.append)
         return run, said
 
     return start
@@ -144,10 +141,10 @@ def test_layouts_with_near_plans_are_measured(measured, chosen, monkeypatch):
     opened = candidates_of_any_run()
     near = [Try(candidate=one, plan=Answer(seconds=1 + rank / 10, fits=True), estimate=None) for rank, one in enumerate(opened[:3])]
     far = Try(candidate=opened[3], plan=Answer(seconds=2.0, fits=True), estimate=None)
-    asked, said = [], []
+    asked, said, file = [], [], RunFile(config="run.yaml", overrides=("train.batch=8",))
     monkeypatch.setattr(auto, "in_process", lambda function, *arguments: asked.append(arguments) or measured)
-    assert auto.fastest([*near, far], "run.yaml", ["train.batch=8"], [], said.append) is near[chosen]
-    assert asked == [("run.yaml", [["train.batch=8", *one.candidate.overrides] for one in near], [])]
+    assert auto.fastest([*near, far], file, said.append) is near[chosen]
+    assert asked == [([file.adding(*one.candidate.overrides) for one in near],)]
     assert "measuring 3 layouts" in said[0]
     assert ["did not run: no memory" in line for line in said[1:]] == [isinstance(one, str) for one in measured]
 
@@ -160,15 +157,15 @@ def test_a_measurement_that_dies_leaves_the_best_plan(monkeypatch):
         raise RuntimeError("its process died")
 
     monkeypatch.setattr(auto, "in_process", died)
-    assert auto.fastest(near, "run.yaml", [], [], said.append) is near[0]
+    assert auto.fastest(near, RunFile(config="run.yaml"), said.append) is near[0]
     assert said[-1] == "  the measurement failed: its process died"
 
 
 def test_steps_are_measured_in_another_process(tmp_path):
     (tmp_path / "run.yaml").write_text(FILE)
     layouts = [["mesh={data: 2}", "rules=jgt:replicated"], ["mesh={tensor: 3}", "rules=jgt:tensor"]]
-    given = ["devices.virtual_cpu=2", "train.steps=1"]
-    fast, impossible = in_process(step_seconds, str(tmp_path / "run.yaml"), [[*given, *one] for one in layouts], [])
+    file = RunFile(config=str(tmp_path / "run.yaml"), overrides=("devices.virtual_cpu=2", "train.steps=1"))
+    fast, impossible = in_process(step_seconds, [file.adding(*one) for one in layouts])
     assert 0 < fast < 10
     assert isinstance(impossible, str)
 

@@ -10,14 +10,13 @@ import pytest
 
 from jgt.document import InputError
 from jgt.planner.hardware.target import Target
-from train.code.files import Code
 from train.config import load
 from train.plan.__main__ import main as plan
 from train.plan.answer import accuracy, answer_json, print_answer, run_document, write_run
 from train.search.layout import num_changes
-from train.search.plans import Answer, Plans, Question
+from train.search.plans import Answer, Plans, RunFile
 from train.search.search import LayoutSearch, Try
-from train.search.space import Open, candidates, index_of
+from train.search.space import Open, index_of
 
 MODEL = "model={kind: llama, layers: 16, embed: 256, heads: 8, kv_heads: 8, ffn: 1024, vocab: 1024, seq: 1024}"
 FLOPS, PARAMETERS, LAYERS = 1e18, 2e10, 2e9
@@ -31,11 +30,11 @@ class MadeUp:
         self.asked, self.workers, self.num_found = [], 2, 0
         self._raises, self._refuses = raises, refuses
 
-    def ask(self, question):
-        self.asked.append(question)
+    def ask(self, file, target):
+        self.asked.append(file)
         if self._raises is not None and len(self.asked) > self._raises:
             raise KeyboardInterrupt
-        one = SPACE[question.overrides]
+        one = SPACE[file.overrides[len(BASIS) :]]
         return done(Answer(problems=("cannot be compiled",)) if self._refuses(one) else made_up(one))
 
     def close(self):
@@ -74,6 +73,7 @@ def made_up(one):
 
 
 SPACE = {}
+BASIS = ("mesh=null", "pipeline=null", "devices.virtual_cpu=32")
 
 
 @pytest.fixture
@@ -89,12 +89,10 @@ def make_search(run_file):
 
     def make(**options):
         target, said = Target.parse("h100:4x8"), []
-        space = candidates(Open.read(run_file, ["mesh=null"], Code()), 32)
+        opened = Open.read(RunFile(config=run_file, overrides=("mesh=null",)))
+        search = LayoutSearch(opened=opened, target=target, plans=MadeUp(**options), seconds=60, top=4, say=said.append)
         SPACE.clear()
-        SPACE.update({tuple(one.overrides): one for one in space})
-        question = Question(config=run_file, overrides=(), code=(), target=target)
-        model = load(run_file, ["mesh=null"]).config.model
-        search = LayoutSearch(question=question, space=space, plans=MadeUp(**options), seconds=60, top=4, say=said.append, model=model)
+        SPACE.update({tuple(one.overrides): one for one in search.space})
         return search, said
 
     return make
@@ -130,7 +128,7 @@ def test_the_layout_of_the_file_is_planned_early(make_search, run_file):
     search, _ = make_search()
     overrides = search.space[700].overrides
     own = load(run_file, ["devices.virtual_cpu=32", *overrides])
-    search.begin = index_of(own, Open.read(run_file, ["mesh=null"], Code()), search.space)
+    search.begin = index_of(own, search.opened, search.space)
     assert search.begin == 700
     search.run()
     assert search.space[700] in [one.candidate for one in search.tries[:3]]
@@ -140,11 +138,11 @@ def test_the_first_plan_of_a_step_in_parts_is_one_part(make_search):
     search, _ = make_search()
     search.space = [one for one in search.space if one.accumulate == 2 and one.stages is None]
     asked = []
-    search.plans.ask = lambda question: asked.append(question) or done(replace(made_up(search.space[0]), problems=("stop",)))
+    search.plans.ask = lambda file, target: asked.append(file) or done(replace(made_up(search.space[0]), problems=("stop",)))
     with pytest.raises(InputError, match="stop"):
         search.run()
     assert asked[0].overrides[-2:] == ("train.accumulate=1", "train.batch=64")
-    assert asked[0].overrides[:-2] in [tuple(one.overrides) for one in search.space]
+    assert asked[0].overrides[len(BASIS) : -2] in [tuple(one.overrides) for one in search.space]
 
 
 def test_an_interrupted_search_keeps_what_it_has(make_search):
@@ -177,7 +175,7 @@ def test_the_written_file_is_the_layout(make_search, run_file, tmp_path):
     for one in [search.best, *[t for t in search.tries if t.candidate.stages and t.plan.is_usable][:1]]:
         path = tmp_path / "deep" / "best.yaml"
         path.parent.mkdir(exist_ok=True)
-        write_run(path, run_document(run_file, ["train.steps=7", "mesh=null"], one, path.parent), one, "h100:4x8")
+        write_run(path, run_document(RunFile(config=run_file, overrides=("train.steps=7", "mesh=null")), one, path.parent), one, "h100:4x8")
         run = load(path, ["devices.virtual_cpu=32"])
         expected = load(run_file, ["devices.virtual_cpu=32", "train.steps=7", *one.candidate.overrides])
         assert (run.mesh, run.rules, run.pipeline) == (expected.mesh, expected.rules, expected.pipeline)
@@ -207,45 +205,44 @@ def test_a_loser_is_told_its_largest_difference(make_search):
     assert computes.why_slower(best) == "+30%: computes 30% more"
 
 
-def dies(question):
+def dies(file, target):
     os._exit(3)
 
 
-def succeeds(question):
+def succeeds(file, target):
     print("what XLA says")
     return Answer(seconds=1.0, peak_bytes=os.getpid(), fits=True)
 
 
 def test_a_process_that_dies_takes_only_its_plan(tmp_path, run_file):
     plans = Plans(dies, tmp_path, workers=1)
-    question = Question(config=run_file, overrides=("mesh={data: 8}", "devices.virtual_cpu=8"), code=(), target=Target.parse("h100:1x8"))
+    asked = RunFile(config=run_file, overrides=("mesh={data: 8}", "devices.virtual_cpu=8")), Target.parse("h100:1x8")
     try:
-        assert "died" in plans.ask(question).result().problems[0]
+        assert "died" in plans.ask(*asked).result().problems[0]
         assert not list(tmp_path.glob("*.json"))
         plans._make = succeeds
-        found = plans.ask(question).result()
+        found = plans.ask(*asked).result()
     finally:
         plans.close()
     assert found.seconds == 1.0
     assert found.peak_bytes != os.getpid()
     # It is remembered.
-    assert Plans(dies, tmp_path).ask(question).result() == found
+    assert Plans(dies, tmp_path).ask(*asked).result() == found
 
 
 def test_a_search_ends_its_processes(run_file):
     plans = Plans(sleeps, None, workers=2)
-    question = Question(config=run_file, overrides=(), code=(), target=Target.parse("h100:1x8"))
-    asked = [plans.ask(question) for _ in range(3)]
+    asked = [plans.ask(RunFile(config=run_file), Target.parse("h100:1x8")) for _ in range(3)]
     plans.close()
     assert all(one.cancelled() or one.result().problems for one in asked)
 
 
-def sleeps(question):
+def sleeps(file, target):
     time.sleep(60)
 
 
 def test_a_run_of_which_nothing_compiles_is_wrong_input(make_search, monkeypatch, capsys):
     search, _ = make_search(refuses=lambda _: True)
     monkeypatch.setattr("train.plan.search.LayoutSearch", lambda **_: search)
-    assert plan(["--config", search.question.config, "--target", "h100:4x8", "--search"]) == 2
+    assert plan(["--config", search.opened.file.config, "--target", "h100:4x8", "--search"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "cannot be compiled"

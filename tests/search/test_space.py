@@ -7,9 +7,9 @@ import pytest
 
 from jgt.document import InputError
 from jgt.rules import load_rules, make_rules
-from train.code.files import Code
 from train.config import load
 from train.search.layout import Roles
+from train.search.plans import RunFile
 from train.search.space import Open, candidates
 
 MODEL = "model={kind: llama, layers: 4, embed: 32, heads: 4, kv_heads: 2, ffn: 64, vocab: 256, seq: 32}"
@@ -22,8 +22,12 @@ def run_file(tmp_path):
     return str(path)
 
 
+def opened(run_file, *overrides, free=()):
+    return Open.read(RunFile(config=run_file, overrides=(MODEL, *overrides)), free)
+
+
 def space(run_file, *overrides, devices=16):
-    return candidates(Open.read(run_file, [MODEL, *overrides], Code()), devices)
+    return candidates(opened(run_file, *overrides), devices)
 
 
 def test_every_layout_uses_all_devices_and_the_whole_batch(run_file):
@@ -62,7 +66,7 @@ def test_what_is_set_stays(override, holds, run_file):
 def test_an_axis_of_the_command_line_stays_where_the_mesh_is_free(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("train: {batch: 32}\nmesh: {fsdp: 16}\nrules: jgt:fsdp\n")
-    found = candidates(Open.read(str(path), [MODEL, "mesh.tensor=1"], Code(), ["mesh", "rules"]), 16)
+    found = candidates(opened(str(path), "mesh.tensor=1", free=["mesh", "rules"]), 16)
     assert {one.size(["tensor"]) for one in found} == {1}
     assert len({one.size(["fsdp"]) for one in found}) > 3
 
@@ -125,6 +129,6 @@ def test_the_axis_of_a_pipeline_may_have_another_name(tmp_path):
     )
     path = tmp_path / "run.yaml"
     path.write_text("train: {batch: 32}\nrules: own.yaml\npipeline: {signal: layers, axis: pp, microbatches: 4}\n")
-    found = candidates(Open.read(str(path), [MODEL], Code(), ["pipeline"]), 4)
+    found = candidates(opened(str(path), free=["pipeline"]), 4)
     assert {one.stages.axis for one in found if one.stages} == {"pp"}
     assert all((one.stages is not None) == (one.size(["pp"]) > 1) for one in found)

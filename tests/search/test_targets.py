@@ -8,7 +8,7 @@ import pytest
 from jgt.document import InputError
 from jgt.planner.hardware.target import Target
 from train.plan.__main__ import main
-from train.plan.offers import Job, is_choice, offer_of, parse_targets, parse_tokens, print_offers, ranked, read_job
+from train.plan.offers import Job, Offer, is_choice, parse_tokens, print_offers, ranked, read_job, read_targets
 from train.plan.search import search_targets
 from train.search.layout import Candidate, Roles
 from train.search.plans import Answer
@@ -33,12 +33,16 @@ class Found:
 
 
 def offer(target, seconds, job):
-    return offer_of(Target.parse(target), Found(seconds).best, "nothing fits", job)
+    return Offer(job=job, target=Target.parse(target), best=Found(seconds).best, problem="nothing fits")
 
 
 def arguments(**values):
     given = {**dict.fromkeys(("target", "targets", "price", "tokens", "deadline", "chip")), "set": [], **values}
     return argparse.Namespace(**given)
+
+
+def targets(text):
+    return read_targets(arguments(targets=text))
 
 
 def test_the_cost_and_the_days_of_a_job():
@@ -52,27 +56,27 @@ def test_the_cost_and_the_days_of_a_job():
     assert found.per_million == pytest.approx(128 / 3600)
     # Twice as fast takes twice as many hosts.
     assert found.needed == 128
-    assert not found.meets(job)
+    assert not found.is_in_time
 
 
 def test_the_cheapest_in_time_is_first_and_what_does_not_fit_last():
     prices = {"h100": 2.0, "h200": 3.0, "b200": 9.0}
     job = Job(batch_tokens=TOKENS, tokens=8.64e11, days=8, prices=prices)
     late, fast, dear, none = (offer(t, s, job) for t, s in (("h100:1x8", 1.0), ("h200:1x8", 0.7), ("b200:1x8", 0.5), ("h100:2x8", None)))
-    assert [one for one, _ in ranked([(one, None) for one in (none, late, dear, fast)], job)] == [fast, dear, late, none]
+    assert [one for one, _ in ranked([(one, None) for one in (none, late, dear, fast)])] == [fast, dear, late, none]
     assert none.problem == "nothing fits"
 
 
 def test_without_prices_the_fastest_is_first():
     job = Job(batch_tokens=TOKENS)
     slow, fast = offer("h100:1x8", 2.0, job), offer("h200:1x8", 1.0, job)
-    assert [one for one, _ in ranked([(slow, None), (fast, None)], job)] == [fast, slow]
+    assert [one for one, _ in ranked([(slow, None), (fast, None)])] == [fast, slow]
     assert fast.days is fast.cost is fast.needed is None
 
 
 def test_the_table_has_what_was_asked_for(capsys):
     job = Job(batch_tokens=TOKENS, tokens=8.64e12, days=10, prices={"h100": 2.0})
-    print_offers([offer("h100:8x8", 1.0, job), offer("h100:1x8", None, job)], job)
+    print_offers([offer("h100:8x8", 1.0, job), offer("h100:1x8", None, job)])
     text = capsys.readouterr().out
     assert "$/M tokens" in text
     assert "too late" in text
@@ -87,7 +91,7 @@ def test_ctrl_c_ends_the_search_on_all_targets():
         begun.append(target.text)
         return Found(1.0, interrupted=True)
 
-    found = search_targets(parse_targets("h100:1x8,h200:1x8"), job, begin)
+    found = search_targets(targets("h100:1x8,h200:1x8"), job, begin)
     assert begun == ["h100:1x8"]
     assert [offer.problem for offer, _ in found] == ["", "not reached"]
 
@@ -98,7 +102,7 @@ def test_a_target_without_a_layout_does_not_end_the_others():
             raise InputError(["no layout uses 8 devices"])
         return Found(1.0)
 
-    found = search_targets(parse_targets("h100:1x8,h100:2x8"), Job(batch_tokens=TOKENS), begin)
+    found = search_targets(targets("h100:1x8,h100:2x8"), Job(batch_tokens=TOKENS), begin)
     assert [(offer.target.text, offer.problem) for offer, _ in found] == [("h100:2x8", ""), ("h100:1x8", "no layout uses 8 devices")]
 
 
@@ -113,12 +117,15 @@ def test_what_is_not_a_number_of_tokens(text):
         parse_tokens(text)
 
 
-def test_every_problem_of_a_command_line_is_reported(tmp_path):
-    prices = tmp_path / "prices.yaml"
+def test_every_problem_of_a_command_line_is_reported(tmp_path, capsys):
+    prices, run = tmp_path / "prices.yaml", tmp_path / "run.yaml"
     prices.write_text("h100: cheap\nh10: 2\n")
-    with pytest.raises(InputError) as caught:
-        read_job(arguments(targets="h100:1x8,h200:1x8,h200:1x8", price=str(prices), deadline=-1), TOKENS)
-    text = "\n".join(caught.value.problems)
+    run.write_text("train: {batchh: 7}\n")
+    options = ["--targets", "h100:1x8,h200:1x8,h200:1x8", "--price", str(prices), "--deadline=-1", "--lock", "plan.lock"]
+    assert main([str(run), "--search", *options]) == 2
+    text = capsys.readouterr().err
+    assert "--lock cannot be combined with --search" in text
+    assert "unknown key" in text
     assert "h200:1x8 is there twice" in text
     assert "--deadline needs --tokens" in text
     assert "must be a number of days above 0, not -1" in text
@@ -131,16 +138,15 @@ def test_a_chip_without_a_price_is_named(tmp_path):
     prices = tmp_path / "prices.yaml"
     prices.write_text("h100: 2.5\n")
     with pytest.raises(InputError, match="the price of h200 is missing"):
-        read_job(arguments(targets="h100:1x8,h200:1x8", price=str(prices)), TOKENS)
-    targets, job = read_job(arguments(target="h100:1x8", price=str(prices), tokens="1T", deadline=3.0), TOKENS)
-    assert [target.text for target in targets] == ["h100:1x8"]
-    assert job == Job(batch_tokens=TOKENS, tokens=1e12, days=3.0, prices={"h100": 2.5})
+        read_job(arguments(price=str(prices)), targets("h100:1x8,h200:1x8"))
+    job = read_job(arguments(price=str(prices), tokens="1T", deadline=3.0), [Target.parse("h100:1x8")])
+    assert job == Job(tokens=1e12, days=3.0, prices={"h100": 2.5})
 
 
 @pytest.mark.parametrize("given", [{}, {"target": "h100:1x8", "targets": "h200:1x8"}])
 def test_a_target_is_needed_once(given):
     with pytest.raises(InputError, match="--target"):
-        read_job(arguments(**given), TOKENS)
+        read_targets(arguments(**given))
 
 
 def test_a_plain_search_is_not_a_choice():

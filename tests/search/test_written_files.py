@@ -8,9 +8,8 @@ from plugin import needs_plugin
 
 import jgt
 from jgt.__main__ import main as jgt_main
-from train.code.files import Code
 from train.plan.answer import run_document, write_run
-from train.search.plans import Answer
+from train.search.plans import Answer, RunFile
 from train.search.search import Try
 from train.search.space import Open, candidates
 
@@ -28,7 +27,7 @@ def layouts(model, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(f"model: {MODELS[model]}\ntrain: {{batch: 32, remat: auto, steps: 1}}\noptimizer: {{clip: 1.0}}\n")
     forms = {}
-    for one in candidates(Open.read(str(path), [], Code()), 8):
+    for one in candidates(Open.read(RunFile(config=str(path))), 8):
         stages = None if one.stages is None else replace(one.stages, microbatches=0)
         forms.setdefault((one.rules, stages, one.remat, one.accumulate > 1), one)
     return path, list(forms.values())
@@ -48,7 +47,7 @@ def test_a_written_file_is_checked_planned_and_trained(model, part, tmp_path, mo
         for number, one in enumerate(found[part::8]):
             written = tmp_path / f"best{number}.yaml"
             best = Try(candidate=one, plan=PLAN, estimate=None)
-            write_run(written, run_document(str(path), [], best, tmp_path), best, "h100:1x8")
+            write_run(written, run_document(RunFile(config=str(path)), best, tmp_path), best, "h100:1x8")
             assert jgt_main(["check", str(written), "devices.virtual_cpu=8"]) == 0, capsys.readouterr().err
             assert jgt_main(["plan", str(written), "--target", "h100:1x8"]) == 0, capsys.readouterr().err
             assert first_loss(written, f"{number}") == pytest.approx(own, abs=2e-5), one

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 
 from jgt.document import InputError
 
-from ..code.files import read_code
 from ..config import Run, load
 from .request import Request, parser, read_request
 
 if TYPE_CHECKING:
     from jgt import Plan
+    from jgt.planner import Target
 
-    from ..search.plans import Answer, Question
+    from ..search.plans import Answer, RunFile
     from .sync import Exchange, SyncPolicy
 
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # It imports numpy.
         from .search import search
 
-        return search(arguments, answer_question)
+        return search(arguments, _answer)
     try:
         request = read_request(arguments)
         from jgt.planner import Report
@@ -63,11 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return _report(arguments, plans[0], exchange, request.runs[0], locked)
 
 
-def answer_question(question: Question) -> Answer:
-    """The answer to a search's question. Other processes call it for the search, so the searching process does not import the planner."""
+def _answer(file: RunFile, target: Target) -> Answer:
+    """The figures of a plan. Other processes call it for a search, so the searching process does not import the planner."""
     from . import make
 
-    return make.answer(question)
+    return make.answer(file, target)
 
 
 def _report(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None, run: Run, locked: str | None) -> int:
@@ -115,11 +115,11 @@ def _compare_policies(arguments: argparse.Namespace, request: Request) -> int:
     if run.config.sync is None:
         example = f"sync={{axis: {next(iter(run.mesh))}}}"
         raise InputError([f"{run.root.where}: --sync needs the axis of a section sync:. Add it, for example '{example}'"])
-    code, refused = read_code(arguments.code), list[str]()
+    refused: list[str] = []
     plans: list[tuple[SyncPolicy, Plan, Plan | None]] = []
     for policy in policies(run):
         try:
-            one = load(arguments.config, [*arguments.overrides, policy.override, *request.devices], code=code)
+            one = load(arguments.config, [*arguments.overrides, policy.override, *request.devices], code=arguments.code)
             exchange = make_exchange(one, request.target, arguments.devices)
             # A replica's step is the same program whatever it exchanges.
             is_known = exchange is not None and bool(plans) and plans[-1][2] is not None

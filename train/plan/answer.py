@@ -13,6 +13,7 @@ from typing import Any
 from jgt.console import Console
 from jgt.document import Node, dump, override, read
 
+from ..search.plans import RunFile
 from ..search.search import LayoutSearch, Try
 
 _HEADROOM = 1.05
@@ -107,17 +108,16 @@ def answer_json(search: LayoutSearch, batch_tokens: int) -> dict[str, Any]:
 # -- a run's file ----------------------------------------------------------------------------------------------------------
 
 
-def run_document(config: str, overrides: Sequence[str], best: Try, folder: Path) -> dict[str, Any]:
+def run_document(file: RunFile, best: Try, folder: Path) -> dict[str, Any]:
     """A run's file with the best layout, which extends the user's file and contains the command line's overrides.
 
     folder: the folder of the file that will be written, to which the path of the user's file is relative.
     """
-    root = Node({}, "search")
-    for assignment in overrides:
+    root, extended, layout = Node({}, "search"), read(file.config), best.candidate.to_document()
+    for assignment in file.overrides:
         root = override(root, assignment)
-    own, layout = root.plain(), best.candidate.to_document()
-    extended = read(config)
-    document: dict[str, Any] = {"extends": _relative(config, folder), **(own if isinstance(own, dict) else {})}
+    base = Path(os.path.relpath(Path(file.config).resolve(), folder.resolve())).as_posix()
+    document: dict[str, Any] = {"extends": base, **root.plain()}
     for key in ("mesh", "pipeline"):
         document[key] = _replacing(extended.children.get(key), layout.get(key))
     if "rules" in layout:
@@ -146,10 +146,6 @@ def _replacing(node: Node | None, values: Mapping[str, Any] | None) -> dict[str,
         return None
     before = dict.fromkeys(node.children) if node is not None and isinstance(node.value, dict) else {}
     return {**before, **values}
-
-
-def _relative(config: str, folder: Path) -> str:
-    return Path(os.path.relpath(Path(config).resolve(), folder.resolve())).as_posix()
 
 
 def _rounded(value: float) -> float:

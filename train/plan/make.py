@@ -15,13 +15,12 @@ from jgt import Plan
 from jgt.document import InputError
 from jgt.planner import Target, Workload, described_device
 
-from ..code.files import read_code
 from ..command_line import say
-from ..config import Run, load
+from ..config import Run
 from ..records.summary import tokens_per_sample
 from ..run.fit import with_remat
 from ..run.xla import planned_flags
-from ..search.plans import Answer, Question
+from ..search.plans import Answer, RunFile
 from ..setup import AUTO, Remat, Setup, prepare
 from .advice import Adviser, Setting
 from .sync import Exchange, formula_bytes
@@ -151,11 +150,10 @@ def _num_devices(run: Run, num_devices: int | None) -> int:
     return count or math.prod(run.mesh.values())
 
 
-def answer(question: Question) -> Answer:
+def answer(file: RunFile, target: Target) -> Answer:
     """Plans a layout. What is wrong with it is in the answer's problems."""
     try:
-        run = load(question.config, question.overrides, code=read_code(question.code))
-        return _of_plan(make_plan(run, question.target, question.target.num_devices).to_json())
+        return _of_plan(make_plan(file.load(), target, target.num_devices).to_json())
     except InputError as error:
         return Answer(problems=tuple(error.problems))
     except (ValueError, RuntimeError, NotImplementedError) as error:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,8 +28,6 @@ from ..search.search import Try
 _HOURS, _SECONDS = 24, 86_400
 """The hours and the seconds of a day."""
 _SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_OPTIONS = "targets", "price", "tokens", "deadline"
-_OF_ONE = "chip", "set"
 _T = TypeVar("_T")
 
 
@@ -41,7 +39,7 @@ class Job:
     hour of one device, by chip.
     """
 
-    batch_tokens: int
+    batch_tokens: int = 0
     tokens: float | None = None
     days: float | None = None
     prices: Mapping[str, float] | None = None
@@ -49,18 +47,23 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """A machine for a job. best: its fastest layout; None if none was found, and `problem` says why.
+    """A machine for a job. best: its fastest layout; None if none was found, and `problem` says why."""
 
-    per_hour: the dollars for an hour of all devices, None without a price. needed: the devices that meet the deadline, in whole hosts.
-    """
-
+    job: Job
     target: Target
     best: Try | None
     problem: str
-    tokens_per_s: float
-    per_hour: float | None
-    days: float | None
-    needed: int | None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """0 without a layout."""
+        return 0.0 if self.best is None else self.job.batch_tokens / self.best.plan.seconds
+
+    @property
+    def per_hour(self) -> float | None:
+        """Dollars for an hour of all devices; None without a price."""
+        price = None if self.job.prices is None else self.job.prices.get(self.target.chip_name)
+        return None if price is None else price * self.target.num_devices
 
     @property
     def per_million(self) -> float | None:
@@ -68,42 +71,44 @@ class Offer:
         return None if self.per_hour is None or not self.tokens_per_s else self.per_hour / 3600 / self.tokens_per_s * 1e6
 
     @property
+    def days(self) -> float | None:
+        """Days for all tokens."""
+        return None if self.job.tokens is None or not self.tokens_per_s else self.job.tokens / self.tokens_per_s / _SECONDS
+
+    @property
     def cost(self) -> float | None:
         """Dollars for all tokens."""
         return None if self.per_hour is None or self.days is None else self.per_hour * _HOURS * self.days
 
-    def meets(self, job: Job) -> bool:
-        """Whether it is done in time; true without a deadline."""
-        return self.days is None or job.days is None or self.days <= job.days
+    @property
+    def needed(self) -> int | None:
+        """The devices that meet the deadline, in whole hosts."""
+        if self.days is None or self.job.days is None:
+            return None
+        return math.ceil(self.target.num_hosts * self.days / self.job.days) * self.target.per_host
+
+    @property
+    def is_in_time(self) -> bool:
+        """True without a deadline."""
+        return self.days is None or self.job.days is None or self.days <= self.job.days
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        layout = None if self.best is None else self.best.candidate.text
-        found = {"target": self.target.text, "layout": layout, "seconds": None if self.best is None else self.best.plan.seconds}
-        found |= {"tokens_per_s": self.tokens_per_s or None, "dollars_per_hour": self.per_hour, "days": self.days, "dollars": self.cost}
-        return {**found, "dollars_per_million_tokens": self.per_million, "devices_needed": self.needed, "problem": self.problem or None}
+        return {
+            "target": self.target.text,
+            "layout": None if self.best is None else self.best.candidate.text,
+            "seconds": None if self.best is None else self.best.plan.seconds,
+            "tokens_per_s": self.tokens_per_s or None,
+            "dollars_per_hour": self.per_hour,
+            "days": self.days,
+            "dollars": self.cost,
+            "dollars_per_million_tokens": self.per_million,
+            "devices_needed": self.needed,
+            "problem": self.problem or None,
+        }
 
 
-def offer_of(target: Target, best: Try | None, problem: str, job: Job) -> Offer:
-    """The offer of a machine for a job. best: the fastest layout there. problem: why there is none."""
-    speed = 0.0 if best is None else job.batch_tokens / best.plan.seconds
-    price = None if job.prices is None else job.prices.get(target.chip_name)
-    days = None if job.tokens is None or not speed else job.tokens / speed / _SECONDS
-    needed = None
-    if days is not None and job.days is not None:
-        needed = math.ceil(target.num_hosts * days / job.days) * target.per_host
-    return Offer(
-        target=target,
-        best=best,
-        problem="" if best is not None else problem,
-        tokens_per_s=speed,
-        per_hour=None if price is None else price * target.num_devices,
-        days=days,
-        needed=needed,
-    )
-
-
-def ranked(offers: Sequence[tuple[Offer, _T]], job: Job) -> list[tuple[Offer, _T]]:
+def ranked(offers: Sequence[tuple[Offer, _T]]) -> list[tuple[Offer, _T]]:
     """Offers and what belongs to each, the best first: those in time, by the price of a token if all have one, or else by speed.
 
     Offers without a layout are last.
@@ -112,46 +117,45 @@ def ranked(offers: Sequence[tuple[Offer, _T]], job: Job) -> list[tuple[Offer, _T
 
     def order(pair: tuple[Offer, _T]) -> tuple[object, ...]:
         offer = pair[0]
-        return (offer.best is None, not offer.meets(job), offer.per_million or 0.0 if by_price else -offer.tokens_per_s)
+        return (offer.best is None, not offer.is_in_time, offer.per_million or 0.0 if by_price else -offer.tokens_per_s)
 
     return sorted(offers, key=order)
 
 
-def print_offers(offers: Sequence[Offer], job: Job) -> None:
-    """A table of ranked offers."""
-    console = Console()
-    columns = ["target", "layout", "s", "tokens/s", "GB"]
-    columns += ["$/hour", "$/M tokens"] if job.prices is not None else []
-    columns += ["days"] if job.tokens is not None else []
-    columns += ["$"] if job.prices is not None and job.tokens is not None else []
-    columns += [f"GPUs for {job.days:g} days"] if job.days is not None else []
-    table = Console.table("Machines", columns, 2)
-    for offer in offers:
-        table.add_row(*_cells(offer, job))
+def print_offers(offers: Sequence[Offer]) -> None:
+    """A table of ranked offers for one job."""
+    console, rows = Console(), [_row(offer) for offer in offers]
+    table = Console.table("Machines", list(rows[0]), 2)
+    for row in rows:
+        table.add_row(*row.values())
     console.print(table)
-    if job.days is not None:
+    if offers[0].job.days is not None:
         console.print("GPUs for the deadline: as if more GPUs were as fast each. Search again with so many to see what they do")
 
 
-def _cells(offer: Offer, job: Job) -> Iterator[str]:
-    yield offer.target.text
-    yield offer.problem if offer.best is None else offer.best.candidate.text
-    yield "" if offer.best is None else f"{offer.best.plan.seconds:.3g}"
-    yield f"{offer.tokens_per_s:,.0f}" if offer.tokens_per_s else ""
-    yield "" if offer.best is None else f"{offer.best.plan.peak_bytes / 1e9:.1f}"
+def _row(offer: Offer) -> dict[str, str]:
+    """The cells by their columns."""
+    job, best = offer.job, offer.best
+    row = {
+        "target": offer.target.text,
+        "layout": offer.problem if best is None else best.candidate.text,
+        "s": "" if best is None else f"{best.plan.seconds:.3g}",
+        "tokens/s": f"{offer.tokens_per_s:,.0f}" if best is not None else "",
+        "GB": "" if best is None else f"{best.plan.peak_bytes / 1e9:.1f}",
+    }
     if job.prices is not None:
-        yield _number(offer.per_hour)
-        yield "" if offer.per_million is None else f"{offer.per_million:.3g}"
+        row |= {"$/hour": _number(offer.per_hour), "$/M tokens": _number(offer.per_million, ".3g")}
     if job.tokens is not None:
-        yield "" if offer.days is None else f"{offer.days:,.3g}" + ("" if offer.meets(job) else ", too late")
+        row["days"] = _number(offer.days, ",.3g") + ("" if offer.is_in_time else ", too late")
     if job.prices is not None and job.tokens is not None:
-        yield _number(offer.cost)
+        row["$"] = _number(offer.cost)
     if job.days is not None:
-        yield "" if offer.needed is None else f"{offer.needed:,}"
+        row[f"GPUs for {job.days:g} days"] = _number(offer.needed)
+    return row
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}"
+def _number(value: float | None, form: str = ",.0f") -> str:
+    return "" if value is None else format(value, form)
 
 
 # -- the command line -----------------------------------------------------------------------------------------------------
@@ -159,15 +163,12 @@ def _number(value: float | None) -> str:
 
 def is_choice(arguments: argparse.Namespace) -> bool:
     """Whether the command line asks for more than a layout: several targets, money or days."""
-    return any(getattr(arguments, name) is not None for name in _OPTIONS)
+    return any(getattr(arguments, name) is not None for name in ("targets", "price", "tokens", "deadline"))
 
 
-def read_job(arguments: argparse.Namespace, batch_tokens: int) -> tuple[tuple[Target, ...], Job]:
-    """The targets and what is to be trained on them. Raises InputError with every problem."""
+def read_job(arguments: argparse.Namespace, targets: Sequence[Target]) -> Job:
+    """What is to be trained on the targets, without the tokens of a step. Raises InputError with every problem."""
     problems: list[str] = []
-    targets: tuple[Target, ...] = ()
-    with InputError.collect(problems):
-        targets = _read_targets(arguments)
     tokens, days, prices = None, arguments.deadline, None
     if arguments.tokens is not None:
         with InputError.collect(problems):
@@ -181,37 +182,32 @@ def read_job(arguments: argparse.Namespace, batch_tokens: int) -> tuple[tuple[Ta
             prices = Target.read_prices(arguments.price, targets)
     if problems:
         raise InputError(problems)
-    return targets, Job(batch_tokens=batch_tokens, tokens=tokens, days=days, prices=prices)
+    return Job(tokens=tokens, days=days, prices=prices)
 
 
-def _read_targets(arguments: argparse.Namespace) -> tuple[Target, ...]:
-    """One target or several. Raises InputError."""
+def read_targets(arguments: argparse.Namespace) -> tuple[Target, ...]:
+    """The target, or the targets of `h100:8x8,h200:8x8`. Raises InputError with every problem."""
     if arguments.targets is None and arguments.target is None:
-        raise InputError(["command line: --search needs a target, such as --target h100:8x8, or several: --targets h100:8x8,h200:8x8"])
+        why = "Without a chip there are no times to compare"
+        raise InputError([f"command line: --search needs --target h100:8x8, or several: --targets h100:8x8,h200:8x8. {why}"])
     if arguments.targets is None:
         return (Target.parse(arguments.target, arguments.chip, arguments.set),)
     problems = [
-        f"command line: --{name} is about one chip. Write --target instead of --targets" for name in _OF_ONE if vars(arguments)[name]
+        f"command line: --{name} is about one chip. Write --target instead of --targets"
+        for name in ("chip", "set")
+        if getattr(arguments, name)
     ]
     if arguments.target is not None:
         problems.append("command line: --target and --targets exclude each other. Put all targets into --targets")
-    if problems:
-        raise InputError(problems)
-    return parse_targets(arguments.targets)
-
-
-def parse_targets(text: str) -> tuple[Target, ...]:
-    """The targets of `h100:8x8,h200:8x8`. Raises InputError with every problem."""
-    problems: list[str] = []
-    found: list[Target] = []
-    for part in text.split(","):
+    targets: list[Target] = []
+    for part in arguments.targets.split(","):
         with InputError.collect(problems):
-            found.append(Target.parse(part.strip()))
-    names = [target.text for target in found]
+            targets.append(Target.parse(part.strip()))
+    names = [target.text for target in targets]
     problems += [f"command line: --targets: {name} is there twice" for name in dict.fromkeys(names) if names.count(name) > 1]
     if problems:
         raise InputError(problems)
-    return tuple(found)
+    return tuple(targets)
 
 
 def parse_tokens(text: str) -> float:

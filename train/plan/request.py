@@ -15,7 +15,6 @@ from pathlib import Path
 from jgt.document import InputError, path_problem, read
 from jgt.planner import Target
 
-from ..code.files import read_code
 from ..command_line import RunParser, whole_number
 from ..config import Config, Run, load
 
@@ -134,7 +133,7 @@ def read_request(arguments: argparse.Namespace) -> Request:
     runs: list[Run] = []
     for config, more in sides:
         with InputError.collect(problems):
-            runs.append(load(config, [*arguments.overrides, *more, *devices], code=read_code(arguments.code)))
+            runs.append(load(config, [*arguments.overrides, *more, *devices], code=arguments.code))
     if arguments.sync and arguments.diff is not None:
         problems.append("--sync is for a single run and cannot be combined with --diff")
     if problems:

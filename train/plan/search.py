@@ -15,71 +15,87 @@ from pathlib import Path
 from jgt.document import InputError
 from jgt.planner import Target
 
-from ..code.files import read_code
-from ..config import load
-from ..search.plans import Answer, MakePlan, Plans, Question, plans_folder
+from ..search.plans import Answer, MakePlan, Plans, RunFile, plans_folder
 from ..search.search import LayoutSearch, Try
-from ..search.space import LAYOUT, Open, candidates, index_of
+from ..search.space import LAYOUT, Open, index_of
 from .answer import answer_json, print_answer, run_document, write_run
-from .offers import Job, Offer, is_choice, offer_of, print_offers, ranked, read_job
+from .offers import Job, Offer, is_choice, print_offers, ranked, read_job, read_targets
+
+_REMEDY = "Use more or larger devices, or a smaller train.batch"
 
 
 def search(arguments: argparse.Namespace, make: MakePlan) -> int:
     """Exit codes: 0: found. 1: nothing fits, or a file cannot be written. 2: the input is wrong. make: makes a plan."""
     try:
-        if is_choice(arguments):
-            return _choose(arguments, make)
-        found = _search(arguments, _target(arguments), make)
-        _say_given(arguments)
+        opened, targets, job = _read(arguments)
+
+        def begin(target: Target) -> LayoutSearch:
+            plans = Plans(make, None if arguments.no_cache else plans_folder())
+            return LayoutSearch(opened=opened, target=target, plans=plans, seconds=arguments.time, top=arguments.top, say=_say)
+
+        found = None if is_choice(arguments) else begin(targets[0])
+        if opened.given and not arguments.free:
+            _say(
+                f"{arguments.config} and the command line set {', '.join(opened.given)}. They stay; --free searches what the file sets, too"
+            )
+        if found is None:
+            return _choose(arguments, search_targets(targets, job, begin))
         own = _find(arguments, found)
     except InputError as error:
-        print("\n".join(error.problems), file=sys.stderr)
+        _say("\n".join(error.problems))
         return 2
-    best, tokens = found.best, _tokens(arguments)
+    best = found.best
     if best is None:
-        print(_nothing_fits(found), file=sys.stderr)
+        _say(_nothing_fits(found))
         return 1
     if arguments.json:
-        print(json.dumps({**answer_json(found, tokens), "own": None if own is None else asdict(own)}, indent=1))
+        print(json.dumps({**answer_json(found, job.batch_tokens), "own": None if own is None else asdict(own)}, indent=1))
     else:
-        print_answer(found, Path(arguments.config).stem, batch_tokens=tokens)
+        print_answer(found, Path(arguments.config).stem, batch_tokens=job.batch_tokens)
         if own is not None and own.is_usable:
             gain = f"the best takes {best.plan.seconds / own.seconds:.2f} of its time"
             print(f"{arguments.config} as it is: {own.seconds:.3g} s, {own.peak_bytes / 1e9:.1f} GB; {gain}")
     return _write(arguments, found, best)
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _read(arguments: argparse.Namespace) -> tuple[Open, Sequence[Target], Job]:
+    """The run, the targets and what is to be trained on them. Raises InputError with all problems."""
+    others = [name for name in ("html", "lock", "check", "diff", "devices", "sync") if getattr(arguments, name, None)]
+    problems = [f"command line: --{name} cannot be combined with --search" for name in others]
+    if arguments.picture is not None and importlib.util.find_spec("matplotlib") is None:
+        problems.append("command line: --picture needs matplotlib: pip install 'jgt[plot]'")
+    opened, targets, job = None, (), Job()
+    with InputError.collect(problems):
+        if arguments.config is None:
+            raise InputError(["command line: a run's file is missing. Write jgt plan run.yaml --target h100:8x8 --search"])
+        given = {text.partition("=")[0] for text in arguments.overrides}
+        opened = Open.read(RunFile.of(arguments), [key for key in LAYOUT if arguments.free and key not in given])
+    with InputError.collect(problems):
+        targets = read_targets(arguments)
+    with InputError.collect(problems):
+        job = read_job(arguments, targets)
+    if problems or opened is None:
+        raise InputError(problems)
+    config = opened.run.config
+    return opened, targets, replace(job, batch_tokens=config.train.batch * (config.model.seq or 1))
+
+
 def _find(arguments: argparse.Namespace, found: LayoutSearch) -> Answer | None:
     """Searches. Returns the plan of the layout that the run's file has, if the search was to leave it. Raises InputError."""
-    own, overrides = None, (*arguments.overrides, f"devices.virtual_cpu={found.target.num_devices}")
+    own, file = None, found.opened.file.adding(f"devices.virtual_cpu={found.target.num_devices}")
     if arguments.free:
         # A file without a layout for this target has none.
         with contextlib.suppress(InputError):
-            found.begin = index_of(load(arguments.config, overrides, code=read_code(arguments.code)), _opened(arguments), found.space)
-            own = None if found.begin is not None else found.plans.ask(replace(found.question, overrides=overrides))
+            found.begin = index_of(file.load(), found.opened, found.space)
+            own = None if found.begin is not None else found.plans.ask(file, found.target)
     found.run()
     if found.begin is not None:
         return next((one.plan for one in found.tries if one.candidate == found.space[found.begin]), None)
     return own.result() if own is not None and own.done() and not own.cancelled() else None
-
-
-def _choose(arguments: argparse.Namespace, make: MakePlan) -> int:
-    """Searches on one or several targets, and says what they cost; exit codes as in `search`. Raises InputError."""
-    _check(arguments)
-    targets, job = read_job(arguments, _tokens(arguments))
-    _say_given(arguments)
-    found = search_targets(targets, job, lambda target: _search(arguments, target, make))
-    first = found[0][1]
-    if len(targets) == 1 and first is not None and first.best is not None and not arguments.json:
-        print_answer(first, Path(arguments.config).stem, batch_tokens=job.batch_tokens)
-    if arguments.json:
-        print(json.dumps({"version": 1, "targets": [offer.to_json() for offer, _ in found]}, indent=1))
-    else:
-        print_offers([offer for offer, _ in found], job)
-    if first is None or first.best is None:
-        print("jgt plan: no target has a layout that fits. Use more or larger devices, or a smaller train.batch", file=sys.stderr)
-        return 1
-    return _write(arguments, first, first.best)
 
 
 def search_targets(targets: Sequence[Target], job: Job, begin: Callable[[Target], LayoutSearch]) -> list[tuple[Offer, LayoutSearch | None]]:
@@ -89,7 +105,7 @@ def search_targets(targets: Sequence[Target], job: Job, begin: Callable[[Target]
     for target in targets:
         search, problem = None, "not reached"
         if not is_interrupted:
-            print(f"{target.text}:", file=sys.stderr, flush=True)
+            _say(f"{target.text}:")
             try:
                 search = begin(target)
                 search.run()
@@ -97,14 +113,24 @@ def search_targets(targets: Sequence[Target], job: Job, begin: Callable[[Target]
             except InputError as error:
                 # Another target may have a layout.
                 search, problem = None, error.problems[0]
-        found.append((offer_of(target, None if search is None else search.best, problem, job), search))
-    return ranked(found, job)
+        best = None if search is None else search.best
+        found.append((Offer(job=job, target=target, best=best, problem="" if best else problem), search))
+    return ranked(found)
 
 
-def _say_given(arguments: argparse.Namespace) -> None:
-    if (given := _opened(arguments).given) and not arguments.free:
-        keys = ", ".join(given)
-        print(f"{arguments.config} and the command line set {keys}. They stay; --free searches what the file sets, too", file=sys.stderr)
+def _choose(arguments: argparse.Namespace, found: Sequence[tuple[Offer, LayoutSearch | None]]) -> int:
+    """Says what each target costs. Returns the exit code."""
+    offer, first = found[0]
+    if arguments.json:
+        print(json.dumps({"version": 1, "targets": [offer.to_json() for offer, _ in found]}, indent=1))
+    else:
+        if len(found) == 1 and first is not None and first.best is not None:
+            print_answer(first, Path(arguments.config).stem, batch_tokens=offer.job.batch_tokens)
+        print_offers([offer for offer, _ in found])
+    if first is None or first.best is None:
+        _say(f"jgt plan: no target has a layout that fits. {_REMEDY}")
+        return 1
+    return _write(arguments, first, first.best)
 
 
 def _write(arguments: argparse.Namespace, found: LayoutSearch, best: Try) -> int:
@@ -112,73 +138,15 @@ def _write(arguments: argparse.Namespace, found: LayoutSearch, best: Try) -> int
     try:
         if arguments.write is not None:
             path = Path(arguments.write)
-            document = run_document(arguments.config, arguments.overrides, best, path.parent)
-            write_run(path, document, best, found.target.text)
-            print(f"Wrote {path}", file=sys.stderr)
+            write_run(path, run_document(found.opened.file, best, path.parent), best, found.target.text)
+            _say(f"Wrote {path}")
         if arguments.picture is not None:
             importlib.import_module(".picture", __package__).draw_search(found, Path(arguments.picture))
-            print(f"Wrote {arguments.picture}", file=sys.stderr)
+            _say(f"Wrote {arguments.picture}")
     except OSError as error:
-        print(f"jgt plan: {error}", file=sys.stderr)
+        _say(f"jgt plan: {error}")
         return 1
     return 0
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """Raises InputError for options that do not fit each other, and for a run's file that cannot be read."""
-    problems: list[str] = []
-    if arguments.config is None:
-        problems.append("command line: a run's file is missing. Write jgt plan run.yaml --target h100:8x8 --search")
-    others = [name for name in ("html", "lock", "check", "diff", "devices", "sync") if getattr(arguments, name, None)]
-    problems += [f"command line: --{name} cannot be combined with --search" for name in others]
-    if arguments.picture is not None and importlib.util.find_spec("matplotlib") is None:
-        problems.append("command line: --picture needs matplotlib: pip install 'jgt[plot]'")
-    if arguments.config is not None:
-        with InputError.collect(problems):
-            _opened(arguments)
-    if problems:
-        raise InputError(problems)
-
-
-def _target(arguments: argparse.Namespace) -> Target:
-    """The target of a search on one. Raises InputError with all problems of the command line."""
-    problems: list[str] = []
-    with InputError.collect(problems):
-        _check(arguments)
-    target = None
-    if arguments.target is None:
-        problems.append("command line: --search needs a target, such as --target h100:8x8: without a chip there are no times to compare")
-    else:
-        with InputError.collect(problems):
-            target = Target.parse(arguments.target, arguments.chip, arguments.set)
-    if problems or target is None:
-        raise InputError(problems)
-    return target
-
-
-def _search(arguments: argparse.Namespace, target: Target, make: MakePlan) -> LayoutSearch:
-    """A search that has not begun. Raises InputError if there is nothing to search."""
-    opened = _opened(arguments)
-    return LayoutSearch(
-        question=Question.on(target, str(arguments.config), arguments.overrides, arguments.code),
-        space=candidates(opened, target.num_devices),
-        plans=Plans(make, None if arguments.no_cache else plans_folder()),
-        seconds=arguments.time,
-        top=arguments.top,
-        model=opened.run.config.model,
-        say=lambda line: print(line, file=sys.stderr, flush=True),
-    )
-
-
-def _opened(arguments: argparse.Namespace) -> Open:
-    given = {text.partition("=")[0] for text in arguments.overrides}
-    free = [key for key in LAYOUT if arguments.free and key not in given]
-    return Open.read(arguments.config, arguments.overrides, read_code(arguments.code), free)
-
-
-def _tokens(arguments: argparse.Namespace) -> int:
-    config = _opened(arguments).run.config
-    return config.train.batch * (config.model.seq or 1)
 
 
 def _nothing_fits(found: LayoutSearch) -> str:
@@ -188,5 +156,5 @@ def _nothing_fits(found: LayoutSearch) -> str:
         return "jgt plan: no layout was planned in the time there was. Give it more with --time"
     nearest = min(planned, key=lambda t: t.plan.peak_bytes)
     needs = f"The nearest needs {nearest.plan.peak_bytes / 1e9:.0f}: {nearest.candidate.text}"
-    remedy = "Use more or larger devices, or a smaller train.batch"
-    return f"jgt plan: none of {len(planned)} planned layouts fits into {found.target.usable_bytes / 1e9:.0f} GB. {needs}. {remedy}"
+    usable = found.target.usable_bytes / 1e9
+    return f"jgt plan: none of {len(planned)} planned layouts fits into {usable:.0f} GB. {needs}. {_REMEDY}"

@@ -25,7 +25,7 @@ import numpy as np
 from jgt.mesh.sizes import MeshSizes
 from jgt.planner import Target
 
-from ..models.config import ModelConfig, OwnModel
+from ..config import Run
 from .columns import Columns, Numbers
 from .layout import Candidate
 from .plans import Answer
@@ -62,8 +62,9 @@ class Step:
     logits_bytes: float
 
     @classmethod
-    def of(cls, candidate: Candidate, plan: Answer, parts: int, model: ModelConfig | OwnModel) -> Step:
-        """The figures that a plan shows. parts: the parts of the batch of which the plan has one. model: the section `model:`."""
+    def of(cls, candidate: Candidate, plan: Answer, run: Run) -> Step:
+        """The figures that a plan shows, of one of the candidate's parts of the batch. run: it says the sizes of the model."""
+        model, parts = run.config.model, candidate.accumulate
         devices = candidate.size(axis for axis, _ in candidate.mesh)
         # Without their number: parameters are f32, as the trainer stores them, and split over all axes that do not hold copies.
         parameters = plan.parameters or plan.parameter_bytes * devices / candidate.size(candidate.roles.copies) / WIDE
@@ -90,6 +91,7 @@ class Estimator:
     """Estimates all layouts of a space on a target, in its order."""
 
     def __init__(self, step: Step, target: Target, space: Sequence[Candidate]):
+        self.step = step
         columns = Columns(space, step.layers)
         self._seconds = _seconds(step, target, space, columns)
         self._peak_bytes = _peak_bytes(step, columns)

@@ -1,13 +1,14 @@
 """Plans of layouts, made in other processes, and remembered.
 
 A plan takes seconds and most of a core. So processes plan side by side, while the searching process can answer a Ctrl-C, and one that dies
-takes only its plan with it. What makes a plan is a function that the search is given: this room knows the question and the answer.
+takes only its plan with it. What makes a plan is a function that the search is given: this room knows the run and the answer.
 
 A plan is stored by everything that it depends on: the resolved run, the target, the flags, the versions of JAX and the code of jgt.
 """
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import contextlib
 import functools
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,8 +31,7 @@ from jgt.command.trainer import trainer
 from jgt.document import InputError
 from jgt.planner import Target
 
-from ..code.files import read_code
-from ..config import load
+from ..config import Run, load
 
 WORKERS = 2
 _PLANS = 6
@@ -41,19 +41,25 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """A run's file with overrides, on a target. code: the files of the user's own code."""
+class RunFile:
+    """A run's file with overrides of the command line. code: the files of the user's own code."""
 
     config: str
-    overrides: tuple[str, ...]
-    code: tuple[str, ...]
-    target: Target
+    overrides: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
 
     @classmethod
-    def on(cls, target: Target, config: str, overrides: Sequence[str], code: Sequence[str]) -> Question:
-        """A run on a target, without a pipeline: what each layout of a search changes."""
-        overrides = (*overrides, "pipeline=null", f"devices.virtual_cpu={target.num_devices}")
-        return cls(config=config, overrides=overrides, code=tuple(code), target=target)
+    def of(cls, arguments: argparse.Namespace) -> RunFile:
+        """The run that a command line names."""
+        return cls(config=arguments.config, overrides=tuple(arguments.overrides), code=tuple(arguments.code))
+
+    def load(self, problems: Sequence[str] = ()) -> Run:
+        """The run. Raises InputError with every problem, these included."""
+        return load(self.config, self.overrides, code=self.code, problems=problems)
+
+    def adding(self, *overrides: str) -> RunFile:
+        """The file with further overrides."""
+        return replace(self, overrides=(*self.overrides, *overrides))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +96,8 @@ class Answer:
         return not self.problems and self.fits
 
 
-MakePlan = Callable[[Question], Answer]
-"""Answers a question, in another process. It is a function of a module, by whose name the process finds it."""
+MakePlan = Callable[[RunFile, Target], Answer]
+"""Plans a run for a target, in another process. It is a function of a module, by whose name the process finds it."""
 
 
 class Plans:
@@ -109,15 +115,15 @@ class Plans:
         self._is_closed = False
         self.num_found = 0
 
-    def ask(self, question: Question) -> concurrent.futures.Future[Answer]:
-        """The plan of a question, at once if it is stored. Raises nothing: what is wrong is in the answer."""
-        path = self._path(question)
+    def ask(self, file: RunFile, target: Target) -> concurrent.futures.Future[Answer]:
+        """The plan of a run for a target, at once if it is stored. Raises nothing: what is wrong is in the answer."""
+        path = self._path(file, target)
         if path is not None and (stored := _read(path)) is not None:
             self.num_found += 1
             done: concurrent.futures.Future[Answer] = concurrent.futures.Future()
             done.set_result(stored)
             return done
-        self._asked.append(self._threads.submit(self._plan, question, path))
+        self._asked.append(self._threads.submit(self._plan, file, target, path))
         return self._asked[-1]
 
     def close(self) -> None:
@@ -132,7 +138,7 @@ class Plans:
             # A thread may have begun a process meanwhile.
             time.sleep(0.05)
 
-    def _plan(self, question: Question, path: Path | None) -> Answer:
+    def _plan(self, file: RunFile, target: Target, path: Path | None) -> Answer:
         if self._is_closed:
             return Answer(problems=(_DIED,))
         local = self._local
@@ -140,7 +146,7 @@ class Plans:
             local.pool, local.count = _process(), 0
         local.count += 1
         try:
-            found = local.pool.submit(_call, self._make, question).result()
+            found = local.pool.submit(_call, self._make, file, target).result()
         except BrokenProcessPool:
             local.pool = None
             return Answer(problems=(_DIED,))
@@ -148,12 +154,11 @@ class Plans:
             _write(path, found)
         return found
 
-    def _path(self, question: Question) -> Path | None:
+    def _path(self, file: RunFile, target: Target) -> Path | None:
         if self._folder is None:
             return None
         with contextlib.suppress(InputError):
-            run = load(question.config, question.overrides, code=read_code(question.code))
-            target = question.target
+            run = file.load()
             parts = [run.resolved(), run.code.checksum, target.text, asdict(target.chip), target.num_devices, _versions()]
             key = json.dumps(parts, sort_keys=True, default=str)
             return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"

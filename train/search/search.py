@@ -13,7 +13,7 @@ import concurrent.futures
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,10 +22,10 @@ import numpy.typing as npt
 from jgt.document import InputError
 from jgt.planner import Target
 
-from ..models.config import ModelConfig, OwnModel
 from .estimate import Estimate, Estimator, Step
 from .layout import Candidate, num_changes
-from .plans import Answer, Plans, Question
+from .plans import Answer, Plans
+from .space import Open, candidates
 
 _FIRST, _REFUSED = 6, 2
 """_FIRST: how many layouts to try until one compiles. _REFUSED: an axis size is dropped after this many refusals without a success."""
@@ -66,29 +66,31 @@ class Try:
 class LayoutSearch:
     """A search over the layouts of one run.
 
-    question: the run, without overrides of its layout. begin: the index of a layout to plan early, such as the one that the run's file has.
-    model: the run's section `model:`. say: prints a line of progress. top: the number of plans that fit which the answer should have at
-    least.
+    opened: the run, and what of its layout is open. seconds: the time that it may take. top: the number of plans that fit which the answer
+    should have at least. say: prints a line of progress. space: all layouts. begin: the index of a layout to plan early, such as the one
+    that the run's file has. Raises InputError if there is no layout.
     """
 
-    question: Question
-    space: Sequence[Candidate]
+    opened: Open
+    target: Target
     plans: Plans
     seconds: float
     top: int
     say: Callable[[str], None]
-    model: ModelConfig | OwnModel
+    space: Sequence[Candidate] = ()
     begin: int | None = None
     tries: list[Try] = field(default_factory=list[Try])
     started: float = field(default_factory=time.monotonic)
     is_interrupted: bool = False
-    step: Step | None = None
     estimator: Estimator | None = None
     _without_gain: int = 0
     _pending: list[tuple[int, concurrent.futures.Future[Answer], Estimate]] = field(default_factory=list[Any])
     _asked: set[int] = field(default_factory=set[int])
     _refusals: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
     _compiled: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
+
+    def __post_init__(self) -> None:
+        self.space = self.space or candidates(self.opened, self.target.num_devices)
 
     def run(self) -> None:
         """Searches until it is done, the time is over, or Ctrl-C. Raises InputError if not a single layout can be compiled."""
@@ -103,11 +105,6 @@ class LayoutSearch:
             self.say("Interrupted: this is the best so far")
         finally:
             self.plans.close()
-
-    @property
-    def target(self) -> Target:
-        """The devices that the layouts are for."""
-        return self.question.target
 
     @property
     def best(self) -> Try | None:
@@ -133,11 +130,10 @@ class LayoutSearch:
         problems: list[str] = []
         for index in sorted(range(len(self.space)), key=lambda index: _simplicity(self.space[index]))[:_FIRST]:
             one = self.space[index]
-            part = [*one.overrides, "train.accumulate=1", f"train.batch={one.rows_at_once}"]
-            plan = (self.ask(index) if one.accumulate == 1 else self.plans.ask(self._question(part))).result()
+            part = () if one.accumulate == 1 else ("train.accumulate=1", f"train.batch={one.rows_at_once}")
+            plan = self.ask(index, *part).result()
             if not plan.problems:
-                self.step = Step.of(one, plan, one.accumulate, self.model)
-                self.estimator = Estimator(self.step, self.target, self.space)
+                self.estimator = Estimator(Step.of(one, plan, self.opened.run), self.target, self.space)
                 if one.accumulate == 1:
                     self._take(index, plan, None)
                 return
@@ -192,13 +188,12 @@ class LayoutSearch:
         states[list(self._asked)] = _ASKED
         return states
 
-    def ask(self, index: int) -> concurrent.futures.Future[Answer]:
-        """Asks for the plan of a layout by its index."""
-        self._asked.add(index)
-        return self.plans.ask(self._question(self.space[index].overrides))
-
-    def _question(self, overrides: Sequence[str]) -> Question:
-        return replace(self.question, overrides=(*self.question.overrides, *overrides))
+    def ask(self, index: int, *part: str) -> concurrent.futures.Future[Answer]:
+        """Asks for the plan of a layout by its index. part: overrides that make one part of the batch the whole."""
+        if not part:
+            self._asked.add(index)
+        basis = ("pipeline=null", f"devices.virtual_cpu={self.target.num_devices}")
+        return self.plans.ask(self.opened.file.adding(*basis, *self.space[index].overrides, *part), self.target)
 
     def _take(self, index: int, plan: Answer, estimate: Estimate | None) -> None:
         assert self.estimator is not None

@@ -21,9 +21,9 @@ from jgt.document import InputError, Node, override, read
 from jgt.mesh.sizes import MeshSizes
 from jgt.pipeline.config import PipelineConfig
 
-from ..code.files import Code
-from ..config import Run, load, rules_document
+from ..config import Run, rules_document
 from .layout import Candidate, Roles
+from .plans import RunFile
 
 LAYOUT = ("mesh", "rules", "pipeline", "train.remat", "train.accumulate")
 """The keys that are a layout."""
@@ -43,6 +43,7 @@ class Open:
     open. given: the keys of the layout that are set.
     """
 
+    file: RunFile
     run: Run
     mesh: Mapping[str, int]
     axes: tuple[str, ...] | None
@@ -53,33 +54,36 @@ class Open:
     given: tuple[str, ...]
 
     @classmethod
-    def read(cls, config: str, overrides: Sequence[str], code: Code, free: Collection[str] = ()) -> Open:
+    def read(cls, file: RunFile, free: Collection[str] = ()) -> Open:
         """Reads a run's file. Raises InputError with every problem; a key that is absent, null, -1 or in `free` is open."""
-        root, problems = read(config), list[str]()
+        root, problems = read(file.config), list[str]()
         stage = root.find("pipeline.axis").value
-        for assignment in overrides:
+        for assignment in file.overrides:
             with InputError.collect(problems):
                 root = override(root, assignment)
-        run = load(config, [*overrides, "mesh=null", "rules=null", "pipeline=null", "budget=null"], code=code, problems=problems)
+        run = file.adding("mesh=null", "rules=null", "pipeline=null", "budget=null").load(problems)
 
         def given(key: str) -> Node | None:
-            node: Node | None = None if key in free else root
-            for name in key.split("."):
-                node = None if node is None or not isinstance(node.value, dict) else node.children.get(name)
-            return None if node is None or node.value is None else node
+            node = root.find(key)
+            return None if key in free or node.key != key or node.value is None else node
 
         if (pipeline := given("pipeline")) is not None:
             problems.append(pipeline.problem("a search chooses the pipeline itself, but this one is set. Free it with pipeline=null"))
         mesh = given("mesh")
-        sizes = _given_sizes(root) if "mesh" in free else {} if mesh is None else MeshSizes.read(mesh, problems)
+        sizes = {} if mesh is None else MeshSizes.read(mesh, problems)
+        if "mesh" in free:
+            # The command line may set axes one by one: `mesh.tensor=1`.
+            axes = root.find("mesh").children.items()
+            sizes = {axis: node.value for axis, node in axes if isinstance(node.value, int) and node.where.startswith("command line")}
         rules = None
         if (node := given("rules")) is not None:
-            document = rules_document(node, Path(config).parent, problems)
+            document = rules_document(node, Path(file.config).parent, problems)
             rules = None if document is None else make_rules(document)
         if problems:
             raise InputError(problems)
         remat, accumulate = (None if (node := given(f"train.{key}")) is None else node.plain() for key in ("remat", "accumulate"))
         return cls(
+            file=file,
             run=run,
             mesh={axis: size for axis, size in sizes.items() if size != -1},
             # A mesh without a -1 has no room for another axis.
@@ -90,13 +94,6 @@ class Open:
             accumulate=accumulate,
             given=tuple(key for key in LAYOUT if (node := given(key)) is not None and node.value != "auto"),
         )
-
-
-def _given_sizes(root: Node) -> dict[str, int]:
-    """The axes of a mesh that the command line sets one by one: `mesh.tensor=1`."""
-    mesh = root.children.get("mesh")
-    axes = {} if mesh is None or not isinstance(mesh.value, dict) else mesh.children
-    return {axis: node.value for axis, node in axes.items() if isinstance(node.value, int) and node.where.startswith("command line")}
 
 
 def layouts_of(fixed: Open) -> Iterator[tuple[str | None, Rules, Roles, str]]:

@@ -18,12 +18,12 @@ from typing import Any
 from jgt.document import InputError, read_bytes
 from jgt.planner import Target
 
-from ..code.files import read_code
-from ..config import Run, load
+from ..config import Run
 from ..run.folder import CHOICE, write_whole
-from .plans import MakePlan, Plans, Question, in_process, plans_folder
-from .search import LayoutSearch, Try
-from .space import Open, candidates
+from ..search.plans import Plans, RunFile, in_process, plans_folder
+from ..search.search import LayoutSearch, Try
+from ..search.space import Open
+from .make import answer
 from .trial import devices_at_hand, step_seconds
 
 SECONDS, TOP = 120, 5
@@ -35,45 +35,36 @@ _MAX_BYTES = 100_000
 Say = Callable[[str], None]
 
 
-def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int, say: Say, make: MakePlan) -> Run:
+def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int, say: Say) -> Run:
     """The run with the best layout for this machine's devices.
 
-    arguments: the command line, with `config`, `overrides` and `code`. say: prints a line for a person. make: makes a plan. Raises
-    InputError if the run has several processes, if there are no times for these devices, and if no layout fits them.
+    arguments: the command line, with `config`, `overrides` and `code`. say: prints a line for a person. Raises InputError if the run has
+    several processes, if there are no times for these devices, and if no layout fits them.
     """
     where = f"{run.where('train.auto')}: train.auto"
     if num_processes != 1:
         remedy = "Search with jgt plan --search --write FILE, and start all processes with that file"
         raise InputError([f"{where}: is for a run of one process, and this one has {num_processes}. {remedy}"])
-    target = target_at_hand(run, where)
-    path, code = run.config.run.path / CHOICE, read_code(arguments.code)
-    opened = Open.read(arguments.config, arguments.overrides, code)
+    target, path = target_at_hand(run, where), run.config.run.path / CHOICE
+    file = RunFile.of(arguments)
+    opened = Open.read(file)
     asked = {"target": target.text, "run": _checksum(opened)}
     known = _read(path)
     if known is not None and known["asked"] == asked:
         say(f"train.auto: {target.text}: {known['layout']}, chosen at an earlier start ({path})")
-        chosen = known["overrides"]
-    else:
-        search = LayoutSearch(
-            question=Question.on(target, arguments.config, arguments.overrides, arguments.code),
-            space=candidates(opened, target.num_devices),
-            plans=Plans(make, plans_folder()),
-            seconds=SECONDS,
-            top=TOP,
-            model=run.config.model,
-            say=say,
-        )
-        search.run()
-        if search.best is None:
-            raise InputError([f"{where}: no layout fits {target.text}. Search with jgt plan --search to see what is missing"])
-        for line in reasons(target, search.ranked(), len(search.tries)):
-            say(line)
-        best = fastest(search.ranked(), arguments.config, arguments.overrides, arguments.code, say)
-        chosen = best.candidate.overrides
-        found = {"asked": asked, "layout": best.candidate.text, "overrides": chosen, "seconds": best.plan.seconds}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(found, indent=1) + "\n")
-    return load(arguments.config, [*arguments.overrides, *chosen], code=code)
+        return file.adding(*known["overrides"]).load()
+    search = LayoutSearch(opened=opened, target=target, plans=Plans(answer, plans_folder()), seconds=SECONDS, top=TOP, say=say)
+    search.run()
+    if search.best is None:
+        raise InputError([f"{where}: no layout fits {target.text}. Search with jgt plan --search to see what is missing"])
+    for line in reasons(target, search.ranked(), len(search.tries)):
+        say(line)
+    best = fastest(search.ranked(), file, say)
+    chosen = best.candidate.overrides
+    path.parent.mkdir(parents=True, exist_ok=True)
+    values = {"asked": asked, "layout": best.candidate.text, "overrides": chosen, "seconds": best.plan.seconds}
+    write_whole(path, json.dumps(values, indent=1) + "\n")
+    return file.adding(*chosen).load()
 
 
 def _checksum(opened: Open) -> str:
@@ -84,23 +75,23 @@ def _checksum(opened: Open) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def fastest(ranked: Sequence[Try], config: str, overrides: Sequence[str], code: Sequence[str], say: Say) -> Try:
+def fastest(ranked: Sequence[Try], file: RunFile, say: Say) -> Try:
     """The layout with the fastest measured step, among the first few by their plans.
 
-    ranked: the best plan first. config, overrides, code: the run without a layout.
+    ranked: the best plan first. file: the run without a layout.
     """
     near = [one for one in ranked[:TOP] if one.plan.seconds <= _NEAR * ranked[0].plan.seconds]
     if len(near) == 1:
         return near[0]
     say(f"train.auto: measuring {len(near)} layouts, because their plans differ by less than {_NEAR - 1:.0%}")
     try:
-        measured = in_process(step_seconds, config, [[*overrides, *one.candidate.overrides] for one in near], code)
+        measured = in_process(step_seconds, [file.adding(*one.candidate.overrides) for one in near])
     except RuntimeError as error:
         say(f"  the measurement failed: {error}")
         return near[0]
     for one, seconds in zip(near, measured, strict=True):
-        found = f"did not run: {seconds}" if isinstance(seconds, str) else f"{seconds:.3g} s a step, {one.plan.seconds:.3g} s by its plan"
-        say(f"  {one.candidate.text}: {found}")
+        text = f"did not run: {seconds}" if isinstance(seconds, str) else f"{seconds:.3g} s a step, {one.plan.seconds:.3g} s by its plan"
+        say(f"  {one.candidate.text}: {text}")
     times = [(seconds, rank) for rank, seconds in enumerate(measured) if not isinstance(seconds, str)]
     return near[min(times)[1]] if times else near[0]
 

@@ -16,11 +16,11 @@ import jax
 import numpy as np
 
 from jgt.document import InputError
+from jgt.mesh.mesh import use_virtual_cpu
 
-from ..code.files import read_code
-from ..config import Run, load
-from ..processes.processes import start_jax
+from ..config import Run
 from ..run.xla import configure_xla
+from ..search.plans import RunFile
 from ..setup import prepare
 
 _ROUNDS, _STEPS = 3, 5
@@ -51,17 +51,18 @@ class MeasuredStep:
         return statistics.median(samples[1:])
 
 
-def step_seconds(config: str, layouts: Sequence[Sequence[str]], code: Sequence[str]) -> list[float | str]:
-    """The seconds of a step with each of these overrides, or why a layout does not run. Starts JAX."""
+def step_seconds(files: Sequence[RunFile]) -> list[float | str]:
+    """The seconds of a step of each run, or why it does not run. The runs differ in their layouts. Starts JAX."""
     steps: list[MeasuredStep | str] = []
-    for overrides in layouts:
+    for file in files:
         try:
-            run = load(config, overrides, code=read_code(code))
+            run = file.load()
             if not steps:
                 # XLA reads its flags once, so all layouts have the flags of the first one.
                 # Stored programs are for runs: this process ends without having finished a run's step.
                 configure_xla(replace(run.config, xla=replace(run.config.xla, cache=None)))
-                start_jax(None, run.config.devices.virtual_cpu)
+                if run.config.devices.virtual_cpu is not None:
+                    use_virtual_cpu(run.config.devices.virtual_cpu)
             step = MeasuredStep(run, jax.local_devices())
             # A layout that does not fit fails here.
             step.seconds()
