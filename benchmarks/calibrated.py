@@ -116,7 +116,7 @@ def compare(target: Target, folder: Path) -> dict[str, Any]:
 
 def _predicted(run: Run, target: Target) -> float:
     """The seconds of a step by its plan."""
-    milliseconds = make_plan(run, target, DEVICES).to_json()["step_time_ms"]
+    milliseconds = make_plan(run, target).to_json()["step_time_ms"]
     return milliseconds / 1e3 if isinstance(milliseconds, float) else math.nan
 
 

@@ -94,7 +94,7 @@ def planned(*overrides):
     """The plan of a small bf16 model in a pipeline on 8 GPUs."""
     sizes = ("model.heads=4", f"model.ffn={FFN}", f"model.embed={EMBED}", f"model.seq={SEQ}", f"train.batch={BATCH}")
     small = [*sizes, "model.dtype=bf16", "model.attention=xla", "devices.virtual_cpu=8", *overrides]
-    return make_plan(load("configs/pipeline.yaml", small), Target.parse("h100:1x8"), None)
+    return make_plan(load("configs/pipeline.yaml", small), Target.parse("h100:1x8"))
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def planned(tmp_path_factory):
         (folder / "rules.yaml").write_text(document.dump(changed))
         run = {"run": {"name": "small"}, "model": SMALL | model, "mesh": MESHES[rules], "rules": "rules.yaml", "data": {"source": "stdlib"}}
         (folder / "run.yaml").write_text(document.dump(run | {"train": {"steps": 1, "batch": 8}, "devices": {"virtual_cpu": 8}}))
-        return make_plan(load(folder / "run.yaml"), None if target is None else Target.parse(target), None)
+        return make_plan(load(folder / "run.yaml"), None if target is None else Target.parse(target))
 
     return _planned
 
@@ -256,7 +256,7 @@ def attention(found):
 def shipped(request):
     """The plan of the trainer's own step, for a shipped config."""
     name, target = request.param
-    return make_plan(load(CONFIGS / f"{name}.yaml"), None if target is None else Target.parse(target), None)
+    return make_plan(load(CONFIGS / f"{name}.yaml"), None if target is None else Target.parse(target))
 
 
 def test_nothing_is_found_in_runs_that_ship(shipped):

@@ -196,7 +196,7 @@ def test_a_pipeline_is_planned_for_a_gpu_that_is_not_here(sizes, attention):
         "devices.virtual_cpu=8",
     ]
     run = load("configs/pipeline.yaml", [*small, "pipeline.microbatches=2"])
-    found = make_plan(run, Target.parse("h100:1x8"), None)
+    found = make_plan(run, Target.parse("h100:1x8"))
     assert {"layers/attn", "layers/mlp", "head", "pipeline"} <= {row.signal for row in found.signals}
 
 

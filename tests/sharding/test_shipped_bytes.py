@@ -22,7 +22,7 @@ PARTITIONED = "xla.preset=none"
 def planned(rules, mesh, *overrides):
     """The plan of a small bf16 model on 8 GPUs."""
     options = (f"rules=rules/{rules}.yaml", f"mesh={mesh}", "model.dtype=bf16", "train.batch=16", "model.attention=xla")
-    return make_plan(load(ROOT / "configs/quickstart.yaml", [*SMALL, *options, *overrides]), Target.parse("h100:1x8"), None)
+    return make_plan(load(ROOT / "configs/quickstart.yaml", [*SMALL, *options, *overrides]), Target.parse("h100:1x8"))
 
 
 # -- weights and gradients -------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from jgt.document import InputError
 
-from ..config import Run, load
+from ..config import Run
 from .request import Request, parser, read_request
 
 if TYPE_CHECKING:
@@ -47,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("Compiling the step ...", file=sys.stderr)
         if request.target is None:
             # The larger run decides: JAX fixes the number of its devices when it starts.
-            use_devices(request.runs, arguments.devices)
+            use_devices(request.runs)
         if arguments.sync:
             return _compare_policies(arguments, request)
-        plans = [make_plan(run, request.target, arguments.devices, price=request.price) for run in request.runs]
-        exchange = make_exchange(request.runs[0], request.target, arguments.devices) if len(request.runs) == 1 else None
+        plans = [make_plan(run, request.target, price=request.price) for run in request.runs]
+        exchange = make_exchange(request.runs[0], request.target) if len(request.runs) == 1 else None
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
@@ -119,11 +119,11 @@ def _compare_policies(arguments: argparse.Namespace, request: Request) -> int:
     plans: list[tuple[SyncPolicy, Plan, Plan | None]] = []
     for policy in policies(run):
         try:
-            one = load(arguments.config, [*arguments.overrides, policy.override, *request.devices], code=arguments.code)
-            exchange = make_exchange(one, request.target, arguments.devices)
+            one = request.files[0].adding(policy.override).load()
+            exchange = make_exchange(one, request.target)
             # A replica's step is the same program whatever it exchanges.
             is_known = exchange is not None and bool(plans) and plans[-1][2] is not None
-            step = plans[-1][1] if is_known else make_plan(one, request.target, arguments.devices)
+            step = plans[-1][1] if is_known else make_plan(one, request.target)
         except InputError as error:
             # Not every model's gradients can be exchanged.
             if policy.every > 1 or run.config.sync.every == 1:

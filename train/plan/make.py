@@ -13,6 +13,7 @@ import jax
 import jgt
 from jgt import Plan
 from jgt.document import InputError
+from jgt.mesh.mesh import use_virtual_cpu
 from jgt.planner import Target, Workload, described_device
 
 from ..command_line import say
@@ -29,14 +30,13 @@ _SETTINGS = ("train.remat", "train.accumulate", "model.layers", "optimizer.gradi
 """The keys that a plan may advise to change."""
 
 
-def make_plan(run: Run, target: Target | None, num_devices: int | None, *, price: float | None = None) -> Plan:
-    """Plans the training step of a run.
+def make_plan(run: Run, target: Target | None, *, price: float | None = None) -> Plan:
+    """Plans the training step of a run, without a target for the run's CPU devices.
 
-    num_devices: without a target, the CPU devices to plan for; None takes the number of the run's file. price: dollars for an hour of one
-    device. Raises InputError if there are fewer devices, or if rules, mesh and shapes do not fit.
+    price: dollars for an hour of one device. Raises InputError if there are fewer devices, or if rules, mesh and shapes do not fit.
     """
     jax.config.update("jax_platforms", "cpu")
-    again = _maker(run, target, num_devices)
+    again = _maker(run, target)
     # The program that will run is the one that XLA compiles with the run's own flags.
     flags, warnings = planned_flags(run.config, has_gpu=target is not None and target.is_described)
     for warning in warnings:
@@ -89,12 +89,12 @@ def _settings(setup: Setup) -> dict[str, Setting]:
     return {key: Setting(value=value, where=run.where(key)) for key, value in values.items()}
 
 
-def make_exchange(run: Run, target: Target | None, num_devices: int | None) -> Exchange | None:
+def make_exchange(run: Run, target: Target | None) -> Exchange | None:
     """Plans the exchange of a run with `sync.every` above 1; None for others. Raises InputError as `make_plan` does."""
     sync = run.config.sync
     if sync is None or sync.every == 1:
         return None
-    setup = _maker(run, target, num_devices)(None)
+    setup = _maker(run, target)(None)
     flags, _ = planned_flags(run.config, has_gpu=target is not None and target.is_described)
     programs = setup.exchanges
     assert programs is not None
@@ -105,10 +105,15 @@ def make_exchange(run: Run, target: Target | None, num_devices: int | None) -> E
     return Exchange(plan=plan, every=sync.every, fragments=sync.fragments, formula_bytes=formula)
 
 
-def _maker(run: Run, target: Target | None, num_devices: int | None) -> Callable[[Remat | None], Setup]:
+def _maker(run: Run, target: Target | None) -> Callable[[Remat | None], Setup]:
     """A function from the setting of `train.remat`, None for the run's own, to the run's setup."""
     if target is None or not target.is_described:
-        devices = _devices(run, num_devices if target is None else target.num_devices)
+        count = _num_devices(run) if target is None else target.num_devices
+        _start(count)
+        if len(jax.devices()) < count:
+            have = f"JAX has started with {len(jax.devices())}"
+            raise InputError([f"plan: {count} CPU devices are needed, but {have}. Plan in a new process"])
+        devices = jax.devices()[:count]
         return lambda remat: prepare(run, devices=devices, remat=remat)
 
     def described_setup(remat: Remat | None) -> Setup:
@@ -120,29 +125,20 @@ def _maker(run: Run, target: Target | None, num_devices: int | None) -> Callable
     return described_setup
 
 
-def use_devices(runs: Sequence[Run], num_devices: int | None) -> None:
+def use_devices(runs: Sequence[Run]) -> None:
     """Starts JAX with enough CPU devices for all of these runs: it fixes their number when it starts."""
-    _start(max(_num_devices(run, num_devices) for run in runs))
+    _start(max(map(_num_devices, runs)))
     jax.devices()
 
 
 def _start(num_devices: int) -> None:
-    jax.config.update("jax_platforms", "cpu")
     with contextlib.suppress(RuntimeError):
-        # In a process that has used JAX already, this has no effect.
-        jax.config.update("jax_num_cpu_devices", num_devices)
+        # In a process that has used JAX already, the number has no effect.
+        use_virtual_cpu(num_devices)
 
 
-def _devices(run: Run, num_devices: int | None) -> list[Any]:
-    count = _num_devices(run, num_devices)
-    _start(count)
-    if len(jax.devices()) < count:
-        raise InputError([f"plan: {count} CPU devices are needed, but JAX has started with {len(jax.devices())}. Plan in a new process"])
-    return jax.devices()[:count]
-
-
-def _num_devices(run: Run, num_devices: int | None) -> int:
-    count = num_devices or run.config.devices.virtual_cpu or (1 if run.config.mesh is None else None)
+def _num_devices(run: Run) -> int:
+    count = run.config.devices.virtual_cpu or (1 if run.config.mesh is None else None)
     if count is None and -1 in run.mesh.values():
         raise InputError(
             [f"{run.where('mesh')}: mesh: a size is -1, so the number of devices is unknown. Give it by --devices N, or --target"]
@@ -153,7 +149,7 @@ def _num_devices(run: Run, num_devices: int | None) -> int:
 def answer(file: RunFile, target: Target) -> Answer:
     """Plans a layout. What is wrong with it is in the answer's problems."""
     try:
-        return _of_plan(make_plan(file.load(), target, target.num_devices).to_json())
+        return _of_plan(make_plan(file.load(), target).to_json())
     except InputError as error:
         return Answer(problems=tuple(error.problems))
     except (ValueError, RuntimeError, NotImplementedError) as error:

@@ -7,16 +7,19 @@ file is, because rules and runs have different keys.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from jgt.document import InputError, path_problem, read
 from jgt.planner import Target
 
-from ..command_line import RunParser, whole_number
-from ..config import Config, Run, load
+from ..command_line import RunParser, seconds, whole_number
+from ..config import Config, Run
+from ..search.plans import RunFile
 
 _BETWEEN = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")
 """Between two overrides. A value may contain blanks, but not a name and an equals sign after one."""
@@ -63,8 +66,10 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
         help="find the fastest layout for the target: mesh, rules, pipeline, recompute and parts, as far as the file leaves them open",
     )
     group.add_argument("--free", action="store_true", help="search what the file sets, too; values on the command line stay")
-    group.add_argument("--time", type=_seconds, default=_SECONDS, metavar="S", help=f"seconds that a search may take ({_SECONDS})")
-    group.add_argument("--top", type=_count, default=_TOP, metavar="N", help=f"layouts that fit to plan at least, and to show ({_TOP})")
+    group.add_argument("--time", type=seconds, default=_SECONDS, metavar="S", help=f"seconds that a search may take ({_SECONDS})")
+    group.add_argument(
+        "--top", type=whole_number, default=_TOP, metavar="N", help=f"layouts that fit to plan at least, and to show ({_TOP})"
+    )
     group.add_argument("--write", metavar="FILE", help="write the best layout as a run's file, which plan, check and train take")
     group.add_argument("--picture", metavar="FILE", help="draw all layouts by time and memory as a PNG; needs matplotlib (extra plot)")
     group.add_argument("--no-cache", action="store_true", help="plan again what earlier searches have planned")
@@ -75,31 +80,14 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return value
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """target: None for CPU devices. runs: the one to plan, or the two to compare. price: dollars for an hour of one device.
-
-    devices: the overrides that gave the runs their number of devices.
-    """
+    """target: None for CPU devices. files, runs: the one to plan, or the two to compare. price: dollars for an hour of one device."""
 
     target: Target | None
+    files: tuple[RunFile, ...]
     runs: tuple[Run, ...]
     price: float | None
-    devices: tuple[str, ...]
 
 
 def read_request(arguments: argparse.Namespace) -> Request:
@@ -120,43 +108,44 @@ def read_request(arguments: argparse.Namespace) -> Request:
     if arguments.config is None and arguments.diff is None:
         problems.append("command line: a run's file is missing. Write jgt plan run.yaml")
         raise InputError(problems)
-    sides: list[tuple[str, list[str]]] = [] if arguments.config is None else [(arguments.config, [])]
+    files = [RunFile.of(arguments)]
     if arguments.diff is not None:
         alone = [name for name in ("html", "lock", "check") if getattr(arguments, name) is not None]
         problems += [f"--{name} is for a single plan and cannot be combined with --diff" for name in alone]
-        sides = []
+        files = []
         with InputError.collect(problems):
-            sides = _sides(arguments.config, arguments.diff)
+            files = _sides(RunFile.of(arguments), arguments.diff)
     # The number of devices of the target, or of --devices, replaces the file's, so that a mesh size of -1 is resolved.
     count = arguments.devices if target is None else target.num_devices
-    devices = [] if count is None else [f"devices.virtual_cpu={count}"]
+    if count is not None:
+        files = [file.adding(f"devices.virtual_cpu={count}") for file in files]
     runs: list[Run] = []
-    for config, more in sides:
+    for file in files:
         with InputError.collect(problems):
-            runs.append(load(config, [*arguments.overrides, *more, *devices], code=arguments.code))
+            runs.append(file.load())
     if arguments.sync and arguments.diff is not None:
         problems.append("--sync is for a single run and cannot be combined with --diff")
     if problems:
         # Both sides of a comparison may have the same problem.
         raise InputError(list(dict.fromkeys(problems)))
-    return Request(target=target, runs=tuple(runs), price=price, devices=tuple(devices))
+    return Request(target=target, files=tuple(files), runs=tuple(runs), price=price)
 
 
-def _sides(config: str | None, diff: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """The run's file and its further overrides, for each of the two plans to compare. Raises InputError."""
+def _sides(file: RunFile, diff: Sequence[str]) -> list[RunFile]:
+    """The two runs to compare. Raises InputError."""
     # A file whose keys say nothing, such as one that only extends another, is a run where no run is named, and rules otherwise.
-    runs = [text for text in diff if not _is_override(text) and (_is_run(text) if config else not _is_rules(text))]
-    base = config or next(iter(runs), None)
-    if base is None:
+    runs = [text for text in diff if not _is_override(text) and (_kind(text) == "run" if file.config else _kind(text) != "rules")]
+    if not file.config and not runs:
         raise InputError([f"--diff {diff[0]!r} {diff[1]!r}: the run's file is missing. Write jgt plan run.yaml --diff A B"])
-    sides: list[tuple[str, list[str]]] = []
+    base = file if file.config else replace(file, config=runs[0])
+    sides: list[RunFile] = []
     for text in diff:
         if _is_override(text):
-            sides.append((base, _BETWEEN.split(text.strip())))
+            sides.append(base.adding(*_BETWEEN.split(text.strip())))
         elif text in runs:
-            sides.append((text, []))
+            sides.append(replace(file, config=text))
         else:
-            sides.append((base, [f"rules={text if text.startswith('jgt:') else Path(text).resolve()}"]))
+            sides.append(base.adding(f"rules={text if text.startswith('jgt:') else Path(text).resolve()}"))
     return sides
 
 
@@ -165,17 +154,11 @@ def _is_override(text: str) -> bool:
     return "=" in text and path_problem(text) is not None
 
 
-def _is_run(path: str) -> bool:
-    """Whether a file has keys of a run. One that cannot be read is neither a run nor rules, and reading it later says why."""
-    return bool(_keys(path) & set(Config.__dataclass_fields__) - {"axes"})
-
-
-def _is_rules(path: str) -> bool:
-    return not _is_run(path) and bool(_keys(path) & {"axes", "signals", "default", "params"})
-
-
-def _keys(path: str) -> set[str]:
-    try:
-        return set(read(path).children)
-    except InputError:
-        return set()
+def _kind(path: str) -> Literal["run", "rules", ""]:
+    """What a file is by its keys. One that cannot be read is neither, and reading it later says why."""
+    keys: set[str] = set()
+    with contextlib.suppress(InputError):
+        keys = set(read(path).children)
+    if keys & (set(Config.__dataclass_fields__) - {"axes"}):
+        return "run"
+    return "rules" if keys & {"axes", "signals", "default", "params"} else ""

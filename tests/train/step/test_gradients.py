@@ -103,7 +103,7 @@ def test_the_flags_of_overlap_keep_the_activations_of_one_part_only():
 
     def peak(preset):
         run = load(Path(__file__).parents[3] / "configs/quickstart.yaml", [*constant, f"xla.preset={preset}", "devices.virtual_cpu=8"])
-        return make_plan(run, Target.parse("h100:1x8"), None).memory.peak_bytes
+        return make_plan(run, Target.parse("h100:1x8")).memory.peak_bytes
 
     # gpu-pipeline lacks the passes that copy loops.
     assert peak("gpu-overlap") <= 1.1 * peak("gpu-pipeline")

@@ -261,7 +261,7 @@ def test_late_gradients_hide_nine_tenths_of_what_the_axis_costs():
 
     def planned(sync):
         run = load(ROOT / "configs/quickstart.yaml", [*(f"model.{key}" for key in size), *more, f"sync={sync}"])
-        return make_plan(run, Target.parse("h100:2x8"), None)
+        return make_plan(run, Target.parse("h100:2x8"))
 
     now, late, alone = (planned(f"{{axis: replica, wire: bf16, {kind}}}") for kind in ("every: 1", "late: 1", "every: 20"))
     assert late.step_time_ms - alone.step_time_ms <= 0.1 * (now.step_time_ms - alone.step_time_ms)

@@ -197,7 +197,7 @@ def test_a_step_on_two_hosts_of_h100_sends_what_one_host_alone_would(rules, mesh
     ours, own = (rules, "jgt:pipeline") if schedule else ("jgt:hybrid", "jgt:fsdp")
 
     def planned(target, *run):
-        return make_plan(load(ROOT / "configs/quickstart.yaml", [*more, *run]), Target.parse(target), None)
+        return make_plan(load(ROOT / "configs/quickstart.yaml", [*more, *run]), Target.parse(target))
 
     two = planned("h100:2x8", f"mesh={{replica: 2, {mesh}}}", f"rules={ours}", "train.batch=64", "sync={axis: replica, every: 20}")
     one = planned("h100:1x8", f"mesh={{{mesh}}}", f"rules={own}", "train.batch=32", "devices.virtual_cpu=8")
