@@ -79,7 +79,7 @@ class Ends:
         # Equations keep the signals in their name stacks, so the part itself lies at the top of the program.
         embed = split.embed.changed(lambda p: rewrite(p, Place()))
         variables = zip(jx.body(embed.program).invars, embed.inputs, strict=False)
-        known = ((var, moves.layout.other_dims(like)) for var, like in variables)
+        known = ((var, moves.other_dims(like)) for var, like in variables)
         tables = {var: tuple(axes or () for axes in dims) for var, dims in known if dims is not None}
         self._embed = embed.changed(lambda p: with_whole_positions(p, tables, moves.sharding))
         self._head = split.head.changed(lambda p: rewrite(p, Place()))

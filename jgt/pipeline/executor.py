@@ -62,9 +62,9 @@ class Executor:
         if self.pipeline.idle:
             return self.pipeline.idle == "skip"
         # Virtual devices of one host share its cores: there an idle stage takes time from the others by computing.
-        mesh = self.moves.layout.mesh
+        mesh = self.moves.mesh
         on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
-        return on_cpu and not self.moves.layout.axes_inside
+        return on_cpu and not self.moves.axes_inside
 
     def run(
         self, shared: Arrays, inputs: Arrays, statistics: Arrays, seeds: Arrays | None = None
@@ -74,33 +74,33 @@ class Executor:
         shared: the weights and common values, in the order of `Split.shared`; a gradient is laid out like its value. A value that is
         in both lists has two gradients, to be added. seeds: one for each total; seeds of totals that are not floats are ignored.
         """
-        split, layout, moves = self.split, self.moves.layout, self.moves
+        split, moves = self.split, self.moves
         split_heads_in_stages()
         values = dict(zip(split.shared.outputs, shared, strict=True))
         # Common values are few (the embedding, norms) and read in every tick: they are gathered once in any case.
         stored = [moves.narrow(v, values[v], split.narrow[v]) if v in split.narrow else values[v] for v in split.weights]
-        weights = stored if layout.by_layer else [moves.gather(v, x) for v, x in zip(split.weights, stored, strict=True)]
+        weights = stored if moves.by_layer else [moves.gather(v, x) for v, x in zip(split.weights, stored, strict=True)]
         common = [moves.gather(v, values[v]) for v in split.common]
         # Specs name manual axes only; how a value is split over the other axes goes with the value, unseen.
-        rows = [PartitionSpec(layout.batch_axes or None) if kind == "rows" else WHOLE for kind in self.inputs]
-        weight_specs = [layout.spec(v) if layout.by_layer else layout.whole_spec(v) for v in split.weights]
+        rows = [PartitionSpec(moves.batch_axes or None) if kind == "rows" else WHOLE for kind in self.inputs]
+        weight_specs = [moves.spec(v) if moves.by_layer else moves.whole_spec(v) for v in split.weights]
         float_weights, float_common = self._float_variables(seeds)
-        of_weights = [layout.spec(v) if layout.by_layer else layout.parts_spec(v) for v in float_weights]
-        out_specs = (WHOLE, of_weights, [layout.parts_spec(v) for v in float_common])
+        of_weights = [moves.spec(v) if moves.by_layer else moves.parts_spec(v) for v in float_weights]
+        out_specs = (WHOLE, of_weights, [moves.parts_spec(v) for v in float_common])
         run = moves.on_every_shard(self._run_on_shard, (weight_specs, WHOLE, rows, WHOLE, WHOLE), out_specs)
         totals, of_weights, of_common = run(weights, common, inputs, statistics, seeds)
-        gradients = [(v, g if layout.by_layer else moves.reduce(v, g)) for v, g in zip(float_weights, of_weights, strict=True)]
+        gradients = [(v, g if moves.by_layer else moves.reduce(v, g)) for v, g in zip(float_weights, of_weights, strict=True)]
         return totals, gradients + [(v, moves.reduce(v, g)) for v, g in zip(float_common, of_common, strict=True)]
 
     def _run_on_shard(
         self, weights: Arrays, common: Arrays, inputs: Arrays, statistics: Arrays, seeds: Arrays | None
     ) -> tuple[Arrays, Arrays, Arrays]:
         """The totals of the batch, and the data shard's gradients of weights and of common values."""
-        split, layout, moves = self.split, self.moves.layout, self.moves
+        split, moves = self.split, self.moves
         # Without gradients the backward ticks are left out, but the chunks stay where the full table has them.
         table = self.table.forward_only() if seeds is None else self.table
         # The parts of the batch whose totals are added up: the microbatches of all data shards.
-        num_parts = self.pipeline.parts * table.num_microbatches * layout.num_shards
+        num_parts = self.pipeline.parts * table.num_microbatches * moves.num_shards
         common = [moves.pin(v, c) for v, c in zip(split.common, common, strict=True)]
         staged = [moves.on_stages(v, self._arranged(v, w)) for v, w in zip(split.weights, weights, strict=True)]
         ticks = arrays_of(table, skips=self._skips)
@@ -128,7 +128,7 @@ class Executor:
         of_weights = [moves.pin(v, self._restored(v, moves.on_stages(v, g))) for v, g in staged_sums]
         of_common = self._common_gradients(carry.common, sums[len(float_weights) :]) if seeds is not None else []
         # If weights are gathered by layer, their gradients were scattered over the weight's own axes in each tick already.
-        summed = moves.sum_rest if layout.by_layer else moves.parts
+        summed = moves.sum_rest if moves.by_layer else moves.parts
         return (
             ends.finished([moves.sum_shards(t) for t in carry.totals], num_parts),
             [summed(v, g) for v, g in zip(float_weights, of_weights, strict=True)],
@@ -136,7 +136,6 @@ class Executor:
         )
 
     def _batch_of_part(self, inputs: Arrays, statistics: Arrays, num_microbatches: int, part: Integers) -> Batch:
-        """The microbatches of one part of the rows of a data shard."""
 
         # [rows of the shard, ...] → [parts, microbatches, rows of one, ...] → [microbatches, rows of one, ...]: a microbatch is
         # neighbouring rows, which `jgt.pipeline.batch` relies on.
@@ -147,10 +146,10 @@ class Executor:
             x = x.reshape(parts, num_microbatches, -1, *x.shape[1:])
             return x[0] if parts == 1 else row(x, part)
 
-        layout = self.moves.layout
+        moves = self.moves
         return Batch(
-            shard=jax.lax.axis_index(layout.batch_axes) if layout.batch_axes else jnp.int32(0),
-            num_shards=layout.num_shards,
+            shard=jax.lax.axis_index(moves.batch_axes) if moves.batch_axes else jnp.int32(0),
+            num_shards=moves.num_shards,
             kinds=self.inputs,
             values=[select(kind, x) for kind, x in zip(self.inputs, inputs, strict=True)],
             statistics=statistics,
@@ -160,12 +159,12 @@ class Executor:
     def _arranged(self, var: Var, weight: jax.Array) -> jax.Array:
         """A weight as it is stored → [stages, layers of a stage, ...]."""
         chunks, moves = self.chunks, self.moves
-        return chunks.staged(weight) if moves.layout.is_stored else moves.as_stored(var, chunks.arrange(weight))
+        return chunks.staged(weight) if moves.is_stored else moves.as_stored(var, chunks.arrange(weight))
 
     def _restored(self, var: Var, gradient: jax.Array) -> jax.Array:
         """The inverse, for its gradient."""
         chunks, moves = self.chunks, self.moves
-        return chunks.rows(gradient) if moves.layout.is_stored else chunks.restore(moves.as_stored(var, gradient))
+        return chunks.rows(gradient) if moves.is_stored else chunks.restore(moves.as_stored(var, gradient))
 
     def _float_variables(self, seeds: Arrays | None) -> tuple[list[Var], list[Var]]:
         """The weights and the common values by which a run with these seeds differentiates."""

@@ -55,9 +55,14 @@ class Layout:
         return 3 if self.is_stored else 1
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The mesh axes and their sizes."""
+        return dict(self.mesh.shape)
+
+    @property
     def num_shards(self) -> int:
         """The number of data shards, into which the batch's axes split the batch."""
-        return math.prod(dict(self.mesh.shape)[a] for a in self.batch_axes)
+        return math.prod(self.sizes[a] for a in self.batch_axes)
 
     @property
     def outer_axes(self) -> Axes:
@@ -66,7 +71,7 @@ class Layout:
         Axes of one device are manual, too, here or in the stages: if none is left to the partitioner, kernels that JAX
         cannot split run unchanged. XLA wants the axes of the outer shard_map before the axes of the inner one.
         """
-        sizes = dict(self.mesh.shape)
+        sizes = self.sizes
         last = max((list(sizes).index(axis) for axis in (*self.replicas, *self.batch_axes)), default=-1)
         ones = {a for a, size in sizes.items() if size == 1 and a not in (self.axis, *self.replicas)}
         return tuple(a for a in list(sizes)[: last + 1] if a in self.batch_axes or a in ones)
@@ -74,8 +79,7 @@ class Layout:
     @property
     def axes_inside(self) -> Axes:
         """The axes that split a stage's work on its rows."""
-        sizes = dict(self.mesh.shape)
-        return tuple(axis for axis, size in sizes.items() if size > 1 and axis not in (self.axis, *self.replicas, *self.batch_axes))
+        return tuple(axis for axis, size in self.sizes.items() if size > 1 and axis not in (self.axis, *self.replicas, *self.batch_axes))
 
     def spec(self, var: Var) -> PartitionSpec:
         """The batch's axes of a stored value."""
@@ -116,8 +120,7 @@ class Layout:
         """The axes of each dim that are not the batch's, None for a dim without one; None for a value of unknown layout."""
         if var not in self.dims:
             return None
-        sizes = dict(self.mesh.shape)
-        return [tuple(a for a in axes if a not in self.batch_axes and sizes[a] > 1) or None for axes in self.dims[var]]
+        return [tuple(a for a in axes if a not in self.batch_axes and self.sizes[a] > 1) or None for axes in self.dims[var]]
 
     def dims_on_stage(self, var: Var) -> list[Axes | None] | None:
         """The axes of each dim of one layer, on its stage."""

@@ -206,7 +206,7 @@ class Loop:
         with moves.as_on_a_stage():
             local = split.local.changed(lambda p: rewrite(p, split.place))
             body = Body(split=split, program=rewrite(split.scan.params["jaxpr"], split.place), is_padded=self._chunks.is_padded)
-            dims = body.travel_dims(travel, moves.layout.axes_inside)
+            dims = body.travel_dims(travel, moves.axes_inside)
             # One layer on one stage: without the dims of stages and of layers.
             layers = [jax.ShapeDtypeStruct(w.shape[2:], w.dtype) for w in self._weights]
             shapes = LayerInputs(
@@ -264,6 +264,5 @@ def _on_device(x: Integers | Flags) -> jax.Array:
 
 
 def _add(sums: Arrays, values: Arrays, on: Flags | bool) -> Arrays:
-    """The sums with values added, where they count."""
     added = [s + v.astype(s.dtype) for s, v in zip(sums, values, strict=True)]
     return added if on is True else [jnp.where(on, a, s) for a, s in zip(added, sums, strict=True)]

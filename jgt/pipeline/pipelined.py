@@ -146,7 +146,6 @@ class Pipelined(Executor):
         return call(self._rewritten_shared, dict(zip(split.arguments, [*params, *inputs], strict=True)))
 
     def _statistics(self, inputs: Arrays) -> Arrays:
-        """The statistics of the whole batch that microbatches read, from the inputs alone."""
         split = self.split
         names = split.full_arguments[len(split.full_arguments) - len(inputs) :]
         return call(self._rewritten(split.before), dict(zip(names, inputs, strict=True)))

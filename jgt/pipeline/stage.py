@@ -173,7 +173,6 @@ class Stage:
 
     @property
     def _positions(self) -> jax.Array:
-        """The positions of a chunk's layers, to scan over."""
         return jnp.arange(self.chunks.layers_per_chunk)
 
     def _inputs(self, own: OnStage[SendingItem] | OnStage[StageItem], everywhere: Everywhere) -> InputsOf:

@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding
 from jgt.document import InputError, nearest
 from jgt.pipeline.chunks import Chunks, staged_places, stored_dims, stored_form
 from jgt.pipeline.config import PipelineConfig
-from jgt.pipeline.layout import Layout
 from jgt.pipeline.microbatches import Microbatches, find_microbatches
 from jgt.pipeline.moves import Moves
 from jgt.pipeline.pipelined import Pipelined
@@ -167,12 +166,11 @@ class _Staging:
             ) from error
 
     def _pipelined(self, split: Split, table: Table, chunks: Chunks, parameters: Sequence[ParameterPlace]) -> Pipelined:
-        """The split program on the mesh, ready to run."""
         rules, site, replacements, batch = self.rules, self.site, self.replacements, self.batch
         split, held = self._with_local_experts(split, parameters)
         dims = [site.free_dims(p.dims) for p in parameters]
         signals = [tuple(p.signals[0].split("/")) if len(p.signals) == 1 else () for p in parameters]
-        layout = Layout(
+        moves = Moves(
             mesh=site.mesh,
             axis=self.pipeline.axis,
             batch_axes=batch.axes,
@@ -191,7 +189,7 @@ class _Staging:
             table=table,
             chunks=chunks,
             pipeline=self.pipeline,
-            moves=Moves(layout=layout),
+            moves=moves,
             inputs=batch.inputs,
             # Misfits were reported for the whole program. Here the same rules are applied to its parts, each where it runs.
             rewrite=lambda program, place: rewrite_part(program, place, rules, site, replacements),
@@ -212,12 +210,12 @@ class _Staging:
 
     def _stored(self, pipelined: Pipelined, parameters: Sequence[ParameterPlace], places: Sequence[tuple[Dims, Dims]]) -> StoredCall | None:
         """The same call with its stacks stored on their stages; None if they cannot be, or need not be."""
-        split, chunks, axis, layout = pipelined.split, pipelined.chunks, self.pipeline.axis, pipelined.moves.layout
+        split, chunks, axis = pipelined.split, pipelined.chunks, self.pipeline.axis
         if chunks.are_neighbours or any(parameters[index].dims[0] for index in split.stacks) or not pipelined.can_be_stored():
             return None
         on_stages = [(stored_dims(a, axis), stored_dims(b, axis)) if i in split.stacks else (a, b) for i, (a, b) in enumerate(places)]
         dims = {var: on_stages[index][0] for var, index in split.like.items()}
-        there = replace(pipelined, moves=Moves(layout=replace(layout, dims=dims, is_stored=True)))
+        there = replace(pipelined, moves=replace(pipelined.moves, dims=dims, is_stored=True))
         paths = frozenset(parameters[i].path for i in split.stacks)
 
         def form_of(place: ParameterPlace) -> Form | None:

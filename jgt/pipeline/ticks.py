@@ -181,7 +181,6 @@ def _segment(whole: Work, ticks: list[int], *, skips: bool) -> Segment:
 
 
 def _work(table: Table, buffers: Buffers) -> Work:
-    """The work of all ticks."""
     forward, backward, weight = map(table.rows, KINDS)
     last = table.num_chunks - 1
     # All other items get the slot for garbage, because the head runs in their ticks too.
@@ -200,7 +199,6 @@ def _work(table: Table, buffers: Buffers) -> Work:
 
 
 def _sending(table: Table, rows: tuple[Row, ...], saved: Buffer, sends: Sends) -> dict[str, Any]:
-    """The fields of a SendingItem."""
     return _staged(table, rows, saved) | {
         "first": _grid(rows, lambda item: item.chunk == 0, np.bool_),
         "into": {shift: np.asarray(grid, np.int32) for shift, grid in sends.into.items()},
@@ -210,7 +208,6 @@ def _sending(table: Table, rows: tuple[Row, ...], saved: Buffer, sends: Sends) -
 
 
 def _staged(table: Table, rows: tuple[Row, ...], saved: Buffer) -> dict[str, Any]:
-    """The fields of a StageItem."""
     return {
         "chunk": _grid(rows, lambda item: table.local_chunk(item.chunk), np.int32),
         "microbatch": _grid(rows, lambda item: item.microbatch, np.int32),

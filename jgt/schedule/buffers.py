@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jgt.schedule.table import KINDS, Item, Kind, Row, Table
 
@@ -30,8 +31,7 @@ Places = Mapping[tuple[Kind, Item], tuple[int, int]]
 """The tick and stage of every item of a table."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lifetime:
+class Lifetime(NamedTuple):
     """The time between the tick that writes a value and the last tick that reads it, on one stage, for one item."""
 
     stage: int
@@ -117,16 +117,13 @@ def allocate_buffers(table: Table) -> Buffers:
     # A table of an evaluation has no backward items: nothing is saved then.
     differentiated = [(tick, stage, item) for tick, stage, item in table.items("F") if ("B", item) in places]
     saved = [
-        Lifetime(stage=stage, first=tick, last=max(places[k, item][0] for k in ("B", "W") if (k, item) in places), item=item)
+        Lifetime(stage, tick, max(places[k, item][0] for k in ("B", "W") if (k, item) in places), item)
         for tick, stage, item in differentiated
     ]
-    stashed = [Lifetime(stage=stage, first=places["B", item][0], last=tick, item=item) for tick, stage, item in table.items("W")]
+    stashed = [Lifetime(stage, places["B", item][0], tick, item) for tick, stage, item in table.items("W")]
     S, T = table.num_stages, table.num_ticks
-    from_head = [
-        Lifetime(stage=stage, first=tick, last=places["B", item][0], item=item)
-        for tick, stage, item in differentiated
-        if item.chunk == table.num_chunks - 1
-    ]
+    last = table.num_chunks - 1
+    from_head = [Lifetime(stage, tick, places["B", item][0], item) for tick, stage, item in differentiated if item.chunk == last]
     head_waits = any(lifetime.last != lifetime.first for lifetime in from_head)
     return Buffers(
         saved=allocate_slots(saved, S, T, _idle(table.forward)),
@@ -152,7 +149,7 @@ def _sends(table: Table, places: Places, kind: Kind, step: int, from_head: list[
         target = Item(item.microbatch, item.chunk + step)
         if (kind, target) in places:
             read, receiver = places[kind, target]
-            lifetimes.append(Lifetime(stage=receiver, first=tick + 1, last=read, item=target))
+            lifetimes.append(Lifetime(receiver, tick + 1, read, target))
             # Modulo S, so that a shift is the same for all stages. It is 0 where a chunk follows on its own stage, as
             # at zigzag's turn.
             arrivals[(receiver - stage) % S][tick + 1][receiver] = target

@@ -139,7 +139,6 @@ def _numbering_gaps(items: list[CsvItem]) -> list[Fault]:
 
 
 def _split_chunks(items: list[CsvItem]) -> list[Fault]:
-    """Chunks that appear in more than one column."""
     homes: dict[int, CsvItem] = {}
     faults: dict[tuple[int, int], Fault] = {}
     for item in items:
