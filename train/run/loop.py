@@ -4,8 +4,8 @@ The host runs ahead of its devices: it dispatches a step while the steps before 
 (`train.records.progress`). Whatever needs finished steps (an evaluation, a save, a profile) happens inside `progress.interrupted()`,
 which first waits for them.
 
-The invariant: `done` updates and `samples` sequences of data describe `state` exactly. A save records all three together, so
-a run that resumes computes the same numbers as one that was never stopped.
+The invariant: the updates and the sequences of data of a `Position` describe its state exactly. A save records all three together, so a
+run that resumes computes the same numbers as one that was never stopped.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -40,62 +41,60 @@ from .sample import sample_text, terminal_text
 from .start import Feed, Position, Start
 
 
+@dataclass
 class Loop:
-    """A run in its directory, from its start to its last step."""
+    """A run in its directory, from its start to its last step. lock: the first process has it."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        data: Data,
-        screen: Screen,
-        records: Records,
-        checkpoints: Checkpoints,
-        watch: Watch,
-        faults: Faults,
-        profiler: Profiler,
-        lock: Lock | None,
-    ):
-        self._setup, self._data = setup, data
-        self._screen, self._records, self._checkpoints = screen, records, checkpoints
-        self._watch, self._faults, self._profiler = watch, faults, profiler
-        self._is_first, self._check_lock = lock is not None, _nothing if lock is None else lock.check
-        self._config = setup.run.config
-        self._feed = Feed(data, setup)
-        if data.eval_sequences and self._feed.eval_batch != self._config.train.batch:
-            screen.say(f"An evaluation reads {data.eval_sequences} samples in batches of {self._feed.eval_batch}, so that few are left out")
-        elif data.eval_sequences and setup.objective.is_of_whole_batches:
-            screen.say("An evaluation reads whole batches only, because the loss compares their rows")
+    setup: Setup
+    data: Data
+    screen: Screen
+    records: Records
+    checkpoints: Checkpoints
+    watch: Watch
+    faults: Faults
+    profiler: Profiler
+    lock: Lock | None
+
+    def __post_init__(self) -> None:
+        self._config = self.setup.run.config
+        self._feed = Feed(self.data, self.setup)
+        self._check_lock = (lambda: None) if self.lock is None else self.lock.check
         self._eval_step: Any = None
         self._saved, self._has_failed = 0, False
         """The step of the last save that was started, and whether it has failed."""
+        count = self.data.eval_sequences
+        if count and self._feed.eval_batch != self._config.train.batch:
+            self.screen.say(f"An evaluation reads {count} samples in batches of {self._feed.eval_batch}, so that few are left out")
+        elif count and self.setup.objective.is_of_whole_batches:
+            self.screen.say("An evaluation reads whole batches only, because the loss compares their rows")
 
     def run(self, resume: Resume) -> Position:
         """Starts or resumes, trains, and writes a sample. Returns the position that was reached."""
         # XLA compiles the step meanwhile, unless there is no step to take.
-        compiling = None if self._checkpoints.newest() >= self.num_steps else self._compile()
-        position = Start(self._setup, self._data.fingerprint, self._phase, self._screen.say).position(self._checkpoints, resume)
+        compiling = None if self.checkpoints.newest() >= self.num_steps else self._compile()
+        position = Start(self.setup, self.data.fingerprint, self._phase, self.screen.say).position(self.checkpoints, resume)
         self._count_epochs(position)
-        self._profiler.check(position.step, self.num_steps)
+        self.profiler.check(position.step, self.num_steps)
         # Steps after the checkpoint are trained again, and would be logged twice.
-        self._records.forget_after(position.step)
+        self.records.forget_after(position.step)
         first, last, begun = position.step, self.num_steps, time.perf_counter()
         if position.step >= last:
             epochs = self._config.train.epochs
             longer = f"train.steps={position.step * 2}" if epochs is None else f"train.epochs={epochs * 2:g}"
             more = f"To train further, raise {longer.partition('=')[0]}, for example {longer}"
-            self._screen.say(f"Already at step {position.step} of {last}. {more}")
+            self.screen.say(f"Already at step {position.step} of {last}. {more}")
         else:
             self._replace_config(position.step)
             position = self._steps(position, compiling or self._compile())
-            self._screen.say(f"Checkpoint of step {position.step} in {self._config.run.path / FOLDER}")
+            self.screen.say(f"Checkpoint of step {position.step} in {self._config.run.path / FOLDER}")
         if position.step < last:
-            why = self._watch.stop_signal or "a signal to another process"
-            self._screen.say(f"Stopped at step {position.step} of {last} by {why}; the same command resumes from there")
+            why = self.watch.stop_signal or "a signal to another process"
+            self.screen.say(f"Stopped at step {position.step} of {last} by {why}; the same command resumes from there")
         elif self._config.sample.tokens:
             self._sample(position.state)
-        why = "done" if position.step >= last else self._watch.stop_signal or "peer"
-        lost = {"lost": lost} if (lost := lost_records(self._screen, self._records)) else {}
-        self._records.event("stop", time.time(), 0.0, step=position.step, why=why, **lost)
+        why = "done" if position.step >= last else self.watch.stop_signal or "peer"
+        lost = {"lost": lost} if (lost := lost_records(self.screen, self.records)) else {}
+        self.records.event("stop", time.time(), 0.0, step=position.step, why=why, **lost)
         if position.step > first:
             self._summarize(position, time.perf_counter() - begun)
         return position
@@ -103,99 +102,99 @@ class Loop:
     @property
     def num_steps(self) -> int:
         """The updates of the whole run."""
-        return self._setup.run.steps
+        return self.setup.run.steps
 
     def _count_epochs(self, position: Position) -> None:
-        epochs, samples = self._config.train.epochs, self._data.train_sequences
-        self._setup = self._setup.with_epochs(samples, position.step, position.samples)
+        epochs, samples = self._config.train.epochs, self.data.train_sequences
+        self.setup = self.setup.with_epochs(samples, position.step, position.samples)
         if epochs is not None:
-            self._screen.say(f"{epochs:g} epochs of {samples:,} samples are {self.num_steps:,} steps")
+            self.screen.say(f"{epochs:g} epochs of {samples:,} samples are {self.num_steps:,} steps")
 
     def _summarize(self, position: Position, seconds: float) -> None:
-        if self._is_first:
-            tokens = tokens_per_sample(self._setup)
+        if self.lock is not None:
+            tokens = tokens_per_sample(self.setup)
             tokens = None if tokens is None else tokens * position.samples
             for line in describe_end(self._config.run.path, seconds=seconds, tokens=tokens, samples=position.samples):
-                self._screen.say(line)
+                self.screen.say(line)
 
     def _replace_config(self, step: int) -> None:
         """This start trains: its config is the run's from here on."""
-        change = replace_config(self._setup.run, self._data.fingerprint, step) if self._is_first else None
+        change = replace_config(self.setup.run, self.data.fingerprint, step) if self.lock is not None else None
         if change is not None:
-            self._records.event("config", time.time(), 0.0, **change.to_json())
-            self._screen.say(change.text)
+            self.records.event("config", time.time(), 0.0, **change.to_json())
+            self.screen.say(change.text)
 
     def _compile(self) -> Future[Any]:
         """Compiles the step in a thread. Only XLA works there: the trace is finished when this returns."""
-        lowered = None if self._setup.compiled is not None else self._setup.lower_train_step()
+        lowered = None if self.setup.compiled is not None else self.setup.lower_train_step()
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
         try:
-            return pool.submit(self._setup.compile_train_step, lowered)
+            return pool.submit(self.setup.compile_train_step, lowered)
         finally:
             pool.shutdown(wait=False)
 
     def _steps(self, position: Position, compiling: Future[Any]) -> Position:
         """Trains from a position to the last step, or until a signal stops the run, and saves the state that it reached."""
-        config, state, samples = self._config.train, position.state, position.samples
+        config = self._config.train
         # Compiled before the loop, so that the first step's time limit and the first lap do not include it.
         with self._phase("compile"):
             train_step, exchange = compiling.result(), self._exchange(position)
-        progress = Progress(self._setup, self._screen, self._records, position.step, self._data.train_sequences)
-        done = self._saved = position.step
-        exchanged = done - position.phase
+        progress = Progress(self.setup, self.screen, self.records, position.step, self.data.train_sequences)
+        self._saved = position.step
         # The feed has no end, so the range of steps decides.
-        for step, batch in zip(range(done + 1, self.num_steps + 1), self._feed.train(samples), strict=False):
+        for step, batch in zip(range(position.step + 1, self.num_steps + 1), self._feed.train(position.samples), strict=False):
             self._check_lock()
-            if self._watch.must_save(step):
-                self._save(progress, Position(state=state, step=done, samples=samples, phase=done - exchanged))
-            if not self._watch.may_begin(step):
+            if self.watch.must_save(step):
+                self._save(progress, position)
+            if not self.watch.may_begin(step):
                 break
-            if self._profiler.begins(step):
+            if self.profiler.begins(step):
                 # Otherwise the trace would contain the end of earlier steps.
                 progress.wait()
-                self._profiler.start()
-            with self._profiler.around(step):
-                state, metrics = train_step(state, self._faults.inject(step, batch), self._setup.settings(step))
+                self.profiler.start()
+            with self.profiler.around(step):
+                state, metrics = train_step(position.state, self.faults.inject(step, batch), self.setup.settings(step))
             # The metrics are still being computed; progress reads them when the devices have the next steps to do.
             # Evaluations and saves of this step see the state after its exchange.
-            state, exchanged = exchange(state, step)
-            progress.dispatched(StepResult(step=step, samples=(samples, samples + config.batch - 1), metrics=metrics))
-            done, samples = step, samples + config.batch
-            if self._profiler.ends(step):
+            state, phase = exchange(state, step)
+            samples = position.samples + config.batch
+            progress.dispatched(StepResult(step=step, samples=(position.samples, samples - 1), metrics=metrics))
+            position = Position(state=state, step=step, samples=samples, phase=phase)
+            if self.profiler.ends(step):
                 self._profile(step, train_step, progress)
-            if self._due(step, config.eval_every) and self._data.eval_parts:
+            if self._due(step, config.eval_every) and self.data.eval_parts:
                 with progress.interrupted():
                     self._evaluate(state, step)
             if self._due(step, self._config.checkpoint.every):
-                self._save(progress, Position(state=state, step=done, samples=samples, phase=done - exchanged))
+                self._save(progress, position)
             # A failed save is reported within a step, not at the next save.
             with self._saving(step):
-                self._checkpoints.poll()
+                self.checkpoints.poll()
             progress.step_over()
         progress.end()
-        if self._profiler.tracing:
-            self._profile(done, train_step, progress)
+        if self.profiler.tracing:
+            self._profile(position.step, train_step, progress)
         self._check_lock()
-        with self._phase("save", step=done):
-            with self._saving(done):
-                self._checkpoints.wait()
+        with self._phase("save", step=position.step):
+            with self._saving(position.step):
+                self.checkpoints.wait()
             # A signal stopped the run between two saves, or the last save has failed, perhaps on one process only.
-            if self._saved < done or not true_on_all_processes(not self._has_failed):
-                self._check_and_save(Position(state=state, step=done, samples=samples, phase=done - exchanged))
-            self._checkpoints.wait()
-        return Position(state=state, step=done, samples=samples, phase=done - exchanged)
+            if self._saved < position.step or not true_on_all_processes(not self._has_failed):
+                self._check_and_save(position)
+            self.checkpoints.wait()
+        return position
 
     def _exchange(self, position: Position) -> Callable[[State, int], tuple[State, int]]:
-        """A function from the state after a step to the state after its exchange, if one is due, and the step of the last exchange."""
-        compiled, last = self._setup.compile_exchanges(), position.step - position.phase
+        """A function from the state after a step to the state after its exchange, if one is due, and the number of steps since the last."""
+        compiled, last = self.setup.compile_exchanges(), position.step - position.phase
 
         def exchange(state: State, step: int) -> tuple[State, int]:
             nonlocal last
             if compiled is None:
-                return state, step
+                return state, 0
             state, are_equal = compiled.after(state, step, is_last=step == self.num_steps)
             last = step if are_equal else last
-            return state, last
+            return state, step - last
 
         return exchange
 
@@ -208,18 +207,18 @@ class Loop:
 
     def _check_and_save(self, position: Position) -> None:
         # A state that was trained on samples of a changed file must never become a checkpoint.
-        self._data.check()
-        self._checkpoints.save(self._setup.to_save(position.state), position.step, position.samples, position.phase)
+        self.data.check()
+        self.checkpoints.save(self.setup.to_save(position.state), position.step, position.samples, position.phase)
         self._saved, self._has_failed = position.step, False
 
     def _profile(self, step: int, train_step: Any, progress: Progress) -> None:
-        known = {signal for parameter in self._setup.placement.parameters for signal in parameter.signals}
+        known = {signal for parameter in self.setup.placement.parameters for signal in parameter.signals}
         with progress.interrupted(), self._phase("profile", step=step):
-            self._profiler.finish(step, train_step.as_text(), known)
+            self.profiler.finish(step, train_step.as_text(), known)
 
     @contextlib.contextmanager
     def _phase(self, name: str, **details: Any) -> Iterator[None]:
-        with self._watch.phase(name), self._records.phase(name, **details):
+        with self.watch.phase(name), self.records.phase(name, **details):
             yield
 
     @contextlib.contextmanager
@@ -231,34 +230,34 @@ class Loop:
             self._has_failed = True
             if step == self.num_steps:
                 raise
-            self._records.event("save_failed", time.time(), 0.0, step=step, why=str(error))
-            say(f"a checkpoint could not be saved: {error}. Training continues; {self._checkpoints.describe()}")
+            self.records.event("save_failed", time.time(), 0.0, step=step, why=str(error))
+            say(f"a checkpoint could not be saved: {error}. Training continues; {self.checkpoints.describe()}")
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.num_steps or (every > 0 and step % every == 0)
 
     def _sample(self, state: State) -> None:
         with self._phase("sample"):
-            text = sample_text(self._setup, state, self._data)
-        self._records.sample(text)
-        self._screen.say(f"Sample (temperature {self._config.sample.temperature}):\n{terminal_text(text)}")
+            text = sample_text(self.setup, state, self.data)
+        self.records.sample(text)
+        self.screen.say(f"Sample (temperature {self._config.sample.temperature}):\n{terminal_text(text)}")
 
     def _evaluate(self, state: State, step: int) -> None:
         """Logs the mean loss over the held-out split (of the trainer's own loss in nats per token), and the mean of the loss's metrics."""
         if self._eval_step is None:
             with self._phase("compile", what="evaluation"):
-                self._eval_step = self._setup.compile_eval_step(self._feed.eval_batch)
+                self._eval_step = self.setup.compile_eval_step(self._feed.eval_batch)
         with self._phase("eval", step=step):
             # Sums stay on the devices until the end; fetching each would make the devices wait for the host.
-            params, variables = self._setup.eval_params(state), self._setup.eval_variables(state)
-            sums, in_flight = list[tuple[str, Any]](), InFlight(steps_ahead(self._setup.mesh))
-            for part in self._data.eval_parts:
+            params, variables = self.setup.eval_params(state), self.setup.eval_variables(state)
+            sums, in_flight = list[tuple[str, Any]](), InFlight(steps_ahead(self.setup.mesh))
+            for part in self.data.eval_parts:
                 for batch in self._feed.evaluation(self._config.train.eval_batches, part):
                     sums.append((part, self._eval_step(params, variables, batch)))
                     in_flight.add(sums[-1][1])
             row = _means(jax.device_get(sums)) | {"time": round(time.time(), 3)}
-        self._records.metrics(step, row)
-        self._screen.step(step, self.num_steps, row)
+        self.records.metrics(step, row)
+        self.screen.step(step, self.num_steps, row)
 
 
 def _means(sums: Sequence[tuple[str, Mapping[str, tuple[Any, Any]]]]) -> dict[str, float]:
@@ -272,9 +271,6 @@ def _means(sums: Sequence[tuple[str, Mapping[str, tuple[Any, Any]]]]) -> dict[st
                 so_far[0] += float(total)
                 so_far[1] += float(weight)
     return {key: total / weight for key, (total, weight) in totals.items()}
-
-
-def _nothing() -> None: ...
 
 
 def lost_records(screen: Screen, records: Records) -> dict[str, int]:

@@ -69,8 +69,6 @@ def train(
     resume, entered = resume or Resume(), time.time()
     folder, process = run.config.run.path, this_process()
     screen, done = Screen(enabled=process == 0), False
-    # Only the first process has one: it alone names and removes files that belong to all.
-    lock: Lock | None = None
     with (
         Watch(run.config.watchdog, folder, shared_store(), stopped_code, owns_process=owns_process) as watch,
         contextlib.ExitStack() as closing,
@@ -79,12 +77,9 @@ def train(
         open_devices()
         watch.begin_unlimited("opening model and data")
         setup, data = open_run(run, resume)
-        if process == 0:
-            # An error here leaves the other processes in the barrier below. This one's watch reports it, and theirs end them.
-            lock = closing.enter_context(lock_folder(folder))
-            if resume.never and (moved := move_earlier_run(folder)):
-                screen.say(f"The earlier run was moved to {moved}")
-            begin_folder(run, data.fingerprint)
+        # Only the first process has a lock: it alone names and removes files that belong to all. An error here leaves the other processes
+        # in the barrier below. This one's watch reports it, and theirs end them.
+        lock = None if process else _claim_folder(run, data, resume, screen, closing)
         # The others write into the directory only now, after an earlier run was moved out of it.
         barrier("run directory")
         loggers = [] if process else open_loggers(run.config.log, folder, run.config.run.name, run.resolved)
@@ -92,10 +87,7 @@ def train(
         closing.callback(records.close)
         watch.on_end = lambda why: records.event("stop", time.time(), 0.0, why=why)
         _record_start(records, begun or entered, entered)
-        screen.say(describe_start(folder))
-        screen.setup(setup)
-        for line in (describe_data(data.fingerprint), describe_size(setup), *describe_sync(setup)):
-            screen.say(line)
+        _introduce(setup, data, screen)
         faults = Faults(
             run.config.debug.faults,
             folder,
@@ -113,6 +105,23 @@ def train(
     if on_end is not None:
         on_end(setup, position)
     return _exit_code(Exit.DONE if done else stopped_code, lost_records(screen, records))
+
+
+def _claim_folder(run: Run, data: Data, resume: Resume, screen: Screen, closing: contextlib.ExitStack) -> Lock:
+    """Locks the run directory until `closing` closes, and writes the files that describe the run into it."""
+    folder = run.config.run.path
+    lock = closing.enter_context(lock_folder(folder))
+    if resume.never and (moved := move_earlier_run(folder)):
+        screen.say(f"The earlier run was moved to {moved}")
+    begin_folder(run, data.fingerprint)
+    return lock
+
+
+def _introduce(setup: Setup, data: Data, screen: Screen) -> None:
+    screen.say(describe_start(setup.run.config.run.path))
+    screen.setup(setup)
+    for line in (describe_data(data.fingerprint), describe_size(setup), *describe_sync(setup)):
+        screen.say(line)
 
 
 def _record_start(records: Records, begun: float, entered: float) -> None:
