@@ -60,7 +60,7 @@ class Screen:
         self.say("\n".join(filter(None, lines)))
         parameters = setup.placement.parameters
         # The bytes that a device keeps between steps.
-        sizes = [p.bytes_per_device(setup.mesh) for p in setup.stored.parameters]
+        sizes = [p.bytes_per_device(setup.mesh) for p in setup.storage.placement.parameters]
         # The last row has the parameters without the optimizer's state, which has other shapes; the dry run shows it.
         columns = {
             "name": [*(p.path for p in parameters), f"{setup.num_parameters:,} parameters"],
@@ -123,8 +123,6 @@ def describe_kernels(setup: Setup) -> str:
 
 def describe_storage(setup: Setup) -> Iterator[str]:
     """Lines about parameters that are stored in another form than the model's."""
-    if setup.storage is None:
-        return
     if finely := setup.storage.spread:
         yield f"{len(finely)} parameters are stored like their optimizer state between steps, and gathered at the start of each"
     for form in setup.storage.padded:

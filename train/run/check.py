@@ -82,7 +82,7 @@ def to_json(setup: Setup) -> dict[str, Any]:
                 "spec": p.spec,
                 "bytes_per_device": stored.bytes_per_device(setup.mesh),
             }
-            for p, stored in zip(setup.placement.parameters, setup.stored.parameters, strict=True)
+            for p, stored in zip(setup.placement.parameters, setup.storage.placement.parameters, strict=True)
         ],
     }
 

@@ -67,12 +67,11 @@ def prepare(
 
     def make_state(seed: jax.Array) -> State:
         params, variables = program.init(jax.random.key(seed))
-        params = params if placed.storage is None else placed.storage.entered(params)
+        params = placed.storage.entered(params)
         # The state does not depend on the settings.
         opt_state = make_optimizer(Settings(lr=0.0, weight_decay=0.0, clip=0.0)).init(params)
         losses, average = features.first_losses(), features.first_average(params)
-        used = params if placed.storage is None else jax.eval_shape(placed.storage.used, params)
-        waiting = placed.gradients.first_waiting(used)
+        waiting = placed.gradients.first_waiting(jax.eval_shape(placed.storage.used, params))
         state = State(jnp.zeros((), jnp.int32), params, opt_state, variables, losses=losses, average=average, waiting=waiting)
         return state if phases is None else phases.begin(state)
 
@@ -97,19 +96,13 @@ def prepare(
 class Placed:
     """A program on its mesh.
 
-    objective: the loss of stored parameters. placement: the places of the model's own parameters. storage: how the state has them, where
-    that is another form.
+    objective: the loss of stored parameters. placement: the places of the model's own parameters. storage: how the state has them.
     """
 
     objective: Objective
     placement: Placement
-    storage: Storage | None
+    storage: Storage
     gradients: GradientSum
-
-    @property
-    def stored(self) -> Placement:
-        """The placement of the parameters as the state has them."""
-        return self.placement if self.storage is None else self.storage.placement
 
 
 def place(program: ModelProgram, config: Config, layout: MeshLayout, where: Where, *, problems: Iterable[str]) -> Placed:
@@ -126,14 +119,16 @@ def place(program: ModelProgram, config: Config, layout: MeshLayout, where: Wher
     )
     _check_remat(config, placement, where)
     objective = _with_parts_checked(config, layout, objective, shapes, where)
-    storage = objective.loss.storage(*shapes) if isinstance(objective.loss, Sharded) else None
-    storage = storage if storage is None or may_reshape(config) else storage.of_same_shapes()
-    stored, used = (placement, placement) if storage is None else (storage.placement, storage.in_use.placement)
+    assert isinstance(objective.loss, Sharded)
+    storage = objective.loss.storage(*shapes)
+    if storage is not None and not may_reshape(config):
+        storage = storage.of_same_shapes()
+    storage = storage or Storage(model=placement)
     return Placed(
-        objective=objective if storage is None else objective.on_stored(storage),
+        objective=objective.on_stored(storage),
         placement=placement,
         storage=storage,
-        gradients=_gradient_sum(config, layout, stored, used),
+        gradients=_gradient_sum(config, layout, storage),
     )
 
 
@@ -161,8 +156,9 @@ def _with_parts_checked(config: Config, layout: MeshLayout, objective: Objective
     return replace(objective, is_of_whole_batches=bool(problem_of_parts(objective.evaluated, shapes)))
 
 
-def _gradient_sum(config: Config, layout: MeshLayout, stored: Placement, used: Placement) -> GradientSum:
-    """The sum of gradients. stored, used: the placements of the parameters as the state has them, and as the loss takes them."""
+def _gradient_sum(config: Config, layout: MeshLayout, storage: Storage) -> GradientSum:
+    """The sum of gradients. They have the places of the parameters as the loss takes them, and in the end those that the state has."""
+    stored, used = storage.placement, storage.in_use.placement
 
     def pin(gradients: Any) -> Any:
         return jax.lax.with_sharding_constraint(gradients, stored.gradients)
@@ -204,9 +200,9 @@ def _optimizer(
         return own_optimizer(config, code, where)
     return build_optimizer(
         config,
-        roles_of(program.model, placed.stored),
+        roles_of(program.model, placed.storage.placement),
         dtype=dtype,
-        map_matrices=placed.stored.map_matrices,
+        map_matrices=placed.storage.placement.map_matrices,
         sizes={p.path: p.shape[-2:] for p in placed.placement.parameters},
     )
 

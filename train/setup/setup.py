@@ -138,7 +138,7 @@ class Setup(StateLayout):
         one, shardings = (state.variables for state in self.saved_of_one)
         jitted = jax.jit(
             make_eval_step(self.objective),
-            in_shardings=(self.stored.params, shardings, self.batch_shardings),
+            in_shardings=(self.storage.placement.params, shardings, self.batch_shardings),
             out_shardings=whole,
         )
         return jitted.lower(params, one, rows_of(self.program.element, batch)).compile()

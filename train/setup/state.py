@@ -29,12 +29,12 @@ COMPILED_ONCE = {"xla_backend_optimization_level": 1}
 class StateLayout:
     """A run's state: its shapes, where each part goes, and conversions between its forms.
 
-    placement: the places of the model's parameters. storage: how the state has them, where that is another form. phases: with `sync.every`
-    above 1. offload: whether moments are in the host's memory between steps. shapes: the state's.
+    placement: the places of the model's parameters. storage: how the state has them. phases: with `sync.every` above 1. offload: whether
+    moments are in the host's memory between steps. shapes: the state's.
     """
 
     placement: Placement
-    storage: Storage | None
+    storage: Storage
     gradients: GradientSum
     features: StepFeatures
     phases: Phases | None
@@ -42,40 +42,25 @@ class StateLayout:
     shapes: State
 
     @property
-    def stored(self) -> Placement:
-        """The placement of the parameters as the state has them."""
-        return self.placement if self.storage is None else self.storage.placement
-
-    @property
     def shardings(self) -> State:
         """Where each part of the state goes."""
-        used = self.placement if self.storage is None else self.storage.in_use.placement
-        return self._shardings(self.stored, used, self.shapes)
+        return self._shardings(self.storage.placement, self.storage.in_use.placement, self.shapes)
 
     @property
     def saved_shapes(self) -> State:
         """The shapes of a state in a checkpoint. They are the model's own shapes, so a checkpoint fits any mesh and schedule."""
-        return jax.eval_shape(self._leave, self.shapes) if self._reshapes else self.shapes
+        return jax.eval_shape(self._leave, self.shapes) if self.storage.reshapes else self.shapes
 
     @property
     def saved_shardings(self) -> State:
         """Where each part of a state goes before it is saved, and after it is restored."""
-        return self._shardings(self._saved, self.placement, self.saved_shapes)
-
-    @property
-    def _saved(self) -> Placement:
-        """The placement of the parameters in the model's shapes, before they are saved."""
-        return self.placement if self.storage is None else self.storage.saved
+        return self._shardings(self.storage.saved, self.placement, self.saved_shapes)
 
     @property
     def saved_of_one(self) -> tuple[State, State]:
         """The shapes and shardings of one replica's state in a checkpoint; without phases, of the state."""
         shapes = self.saved_shapes if self.phases is None else self.phases.of_one(self.saved_shapes)
-        return shapes, self._shardings_of_one(self._saved, self.placement, shapes)
-
-    @property
-    def _reshapes(self) -> bool:
-        return self.storage is not None and self.storage.reshapes
+        return shapes, self._shardings_of_one(self.storage.saved, self.placement, shapes)
 
     def _shardings(self, place: Placement, used: Placement, shapes: State) -> State:
         if self.phases is None:
@@ -97,26 +82,26 @@ class StateLayout:
 
     def to_save(self, state: State) -> State:
         """The state as a checkpoint has it. The state remains."""
-        return self._left(state) if self._reshapes else state
+        return self._left(state) if self.storage.reshapes else state
 
     def from_saved(self, state: State) -> State:
         """The inverse of `to_save`. The state may lack optional parts."""
-        if not self._reshapes:
+        if not self.storage.reshapes:
             return state
         shardings = replace(self.shardings, **without_arrays(state))
         return jax.jit(self._enter, out_shardings=shardings, compiler_options=COMPILED_ONCE)(state)
 
     def model_params(self, params: Any) -> Any:
         """The model's parameters, from the state's."""
-        if self.storage is None:
+        if not self.storage.forms:
             return params
         return jax.jit(self.storage.left, out_shardings=self.placement.params, compiler_options=COMPILED_ONCE)(params)
 
     def stored_params(self, params: Any) -> Any:
         """The inverse of `model_params`."""
-        if self.storage is None:
+        if not self.storage.forms:
             return params
-        return jax.jit(self.storage.entered, out_shardings=self.stored.params, compiler_options=COMPILED_ONCE)(params)
+        return jax.jit(self.storage.entered, out_shardings=self.storage.placement.params, compiler_options=COMPILED_ONCE)(params)
 
     def _enter(self, state: State) -> State:
         return self._converted(state, lambda storage: storage.entered)
@@ -125,13 +110,12 @@ class StateLayout:
         return self._converted(state, lambda storage: storage.left)
 
     def _converted(self, state: State, conversion: Callable[[Storage], Callable[..., Any]]) -> State:
-        storage = cast(Storage, self.storage)
-        one, sync, waiting = functools.partial(_converted, convert=conversion(storage)), self.gradients.sync, state.waiting
+        one, sync, waiting = functools.partial(_converted, convert=conversion(self.storage)), self.gradients.sync, state.waiting
         if self.phases is not None:
             return self.phases.convert(state, one)
         if sync is not None and waiting is not None:
             # Gradients have the form of the parameters in use.
-            waiting = sync.map(conversion(storage.in_use))(waiting)
+            waiting = sync.map(conversion(self.storage.in_use))(waiting)
         return replace(one(state), anchor=None, momentum=None, waiting=waiting)
 
     @functools.cached_property
@@ -144,7 +128,7 @@ class StateLayout:
         if average is None:
             return state.params if anchor is None else anchor
         # The mean of the replicas' averages is the average of their means.
-        return self.averaged_params(average if self.phases is None else _mean(average, self.stored.gradients))
+        return self.averaged_params(average if self.phases is None else _mean(average, self.storage.placement.gradients))
 
     def eval_variables(self, state: State) -> Tree:
         """The model's variables to evaluate with: the state's own, with phases the mean of the replicas'."""
@@ -171,7 +155,7 @@ class StateLayout:
         def to_parameters(average: Any) -> Any:
             return jax.tree.map(lambda a, p: a.astype(p.dtype), average, self.shapes.params)
 
-        return jax.jit(to_parameters, out_shardings=self.stored.params)
+        return jax.jit(to_parameters, out_shardings=self.storage.placement.params)
 
 
 def without_arrays(state: State) -> dict[str, None]:

@@ -126,7 +126,7 @@ def test_a_checkpoint_has_the_model_s_shapes_and_its_bits_everywhere(made, tmp_p
 @pytest.mark.parametrize("count", [3, 5, 6, 7])
 def test_the_config_for_gpus_fits_any_number_of_them(count):
     setup = prepare(load(ROOT / "configs" / "gpu.yaml", [f"train.batch={count * 8}"]), num_devices=count)
-    size = sum(p.bytes_per_device(setup.mesh) for p in setup.stored.parameters)
+    size = sum(p.bytes_per_device(setup.mesh) for p in setup.storage.placement.parameters)
     # All but the norms, which are whole everywhere.
     assert size < 1.01 * 4 * setup.num_parameters / count + 4 * 768 * 25
 

@@ -124,7 +124,7 @@ def test_matmuls_in_eight_bits_have_the_scales_of_a_microbatch(small, schedule):
 
     def gradients(setup, params, rows):
         (loss, _), found = jax.jit(jax.value_and_grad(setup.objective.loss, has_aux=True))(params, state.variables, rows)
-        return jax.device_get((loss, found if setup.storage is None else setup.model_params(found)))
+        return jax.device_get((loss, setup.model_params(found)))
 
     # 4 microbatches on each of 4 data shards have one row each.
     parts = [gradients(plain, state.params, {name: x[n : n + 1] for name, x in batch.items()}) for n in range(16)]
@@ -230,7 +230,7 @@ OTHERS = {
 
 def test_a_checkpoint_of_chunks_has_the_bits_of_the_model_everywhere(small, tmp_path):
     setup = prepare(small("train.ema=0.9", *INTERLEAVED))
-    assert setup.storage is not None
+    assert setup.storage.forms
     state = setup.init()
     # The first dims of a stack, and those of its moments: 2 chunks on 2 stages, 2 layers each, one of them padding.
     stacks = [x.shape[:3] for x in jax.tree.leaves((state.params, state.opt_state, state.average)) if x.ndim >= 4]

@@ -165,7 +165,7 @@ def test_a_replica_sends_what_a_run_of_its_devices_would(tiny_file, tmp_path, ru
     for wire, share in (("f32", 1.0), ("int8", 0.27)):
         setup = prepare(load(tiny_file, [f"rules={path}", f"mesh={mesh}", f"sync={{axis: replica, every: 3, wire: {wire}}}"]))
         exchanged = jgt.plan(setup.exchanges.exchange(), setup.shapes).sent_bytes
-        formula = sum(place.bytes_per_device(setup.mesh) for place in setup.stored.parameters)
+        formula = sum(place.bytes_per_device(setup.mesh) for place in setup.storage.placement.parameters)
         assert exchanged == formula if wire == "f32" else exchanged <= 0.35 * formula * share / 0.27
 
 
@@ -202,7 +202,7 @@ def test_a_fragment_is_at_most_its_share_of_a_tenth_more(made):
     setup = made(*HYBRID, "sync={axis: replica, every: 8, fragments: 5}", "model.layers=3")
     shapes, places = setup.shapes.anchor, setup.shardings.anchor
     sizes = [fragment.numbers(shapes, places) for fragment in setup.exchanges.fragments]
-    whole = sum(place.bytes_per_device(setup.mesh) // 4 for place in setup.stored.parameters)
+    whole = sum(place.bytes_per_device(setup.mesh) // 4 for place in setup.storage.placement.parameters)
     assert sum(sizes) == whole
     assert max(sizes) <= (1 / 5 + 0.1) * whole
 
