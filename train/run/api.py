@@ -1,12 +1,11 @@
-"""Runs from Python: `jgt.run` trains as the command does, and `jgt.load` gives a trained model. For notebooks, sweeps and scripts.
+"""Runs from Python: `jgt.run` trains as the command does, and `jgt.load` gives a trained model.
 
     result = jgt.run("run.yaml", ["optimizer.lr=3e-4"], model=Mamba, loss=loss)
     model = jgt.load(result.folder, code="my_models.py").model
 
-Parts of a run may be given as objects instead of names: the config then says `python:Mamba` in their place. Everything else is what the
-command does: the same checks, the same run directory, the same bits. Wrong input raises InputError, and a run that cannot continue raises
-the error whose message the command prints. Ctrl-C stops after the current step and saves, so `run` returns then too. A second one raises
-KeyboardInterrupt at once, and so does one before the first step: the process is never ended.
+Parts of a run may be given as objects instead of names: the config then says `python:Mamba` in their place. Wrong input raises InputError,
+and a run that cannot continue raises the error whose message the command prints. Ctrl-C stops after the current step and saves, so `run`
+returns then too. A second one raises KeyboardInterrupt at once, and so does one before the first step: the process is never ended.
 """
 
 from __future__ import annotations
@@ -71,9 +70,8 @@ class RunResult:
     @property
     def model(self) -> Any:
         """The trained module, as it is evaluated."""
-        anchor = self.position.state.anchor
-        own = self.state.params if anchor is None else anchor
-        return _module(self.setup, self.setup.model_params(own), self.setup.eval_variables(self.position.state))
+        params = self.state.params if self.state.anchor is None else self.state.anchor
+        return _module(self.setup, self.setup.model_params(params), self.setup.eval_variables(self.state))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,10 +119,8 @@ def run_here(
     with programs_on_trial():
         _start_jax(checked)
         train(checked, given, on_end=lambda setup, position: ends.append((setup, position)), owns_process=False)
-    setup, position = ends[0]
-    folder = checked.config.run.path
-    rows = list(read_metrics(folder / "metrics.jsonl"))
-    return RunResult(folder=folder, position=position, setup=setup, metrics=rows)
+    (setup, position), folder = ends[0], checked.config.run.path
+    return RunResult(folder=folder, position=position, setup=setup, metrics=list(read_metrics(folder / "metrics.jsonl")))
 
 
 def load_model(
@@ -161,12 +157,11 @@ def load_model(
         raise InputError([*reports, f"{path}: has no whole checkpoint"])
     # An average of the parameters is the model that was evaluated.
     one, shardings = setup.saved_of_one
+    variables = restored_of_one(saved, one, shardings, "variables") if jax.tree.leaves(one.variables) else {}
     if setup.shapes.average is None:
         params = setup.stored_params(restore_params(saved, one.params, shardings.params))
     else:
-        average = restored_of_one(saved, one, shardings, "average")
-        params = setup.averaged_params(setup.stored_params(average))
-    variables = restored_of_one(saved, one, shardings, "variables") if jax.tree.leaves(one.variables) else {}
+        params = setup.averaged_params(setup.stored_params(restored_of_one(saved, one, shardings, "average")))
     return Loaded(setup=setup, params=setup.model_params(params), variables=variables, step=saved.manifest.step)
 
 

@@ -1,7 +1,7 @@
 """`train.remat: auto` takes the setting of `train.remat` with the least recompute whose step fits in the devices' memory.
 
-How much memory a step needs is known once XLA has compiled it: layouts, fusions and the schedule decide. So the settings are compiled in
-order, and the first that fits is taken. Usually the very first one fits, and the run takes that program without compiling it twice.
+Layouts, fusions and the schedule decide how much memory a step needs, so it is known once XLA has compiled the step. The settings are
+compiled in order. Usually the first one fits, and the run takes that program without compiling it twice.
 """
 
 from __future__ import annotations

@@ -32,9 +32,8 @@ def sample_text(setup: Setup, state: State, data: Data) -> str:
     per_device, _ = setup.batch_shardings["inputs"].shard_shape((rows, config.model.seq))
     tokens = np.zeros((rows // per_device, config.model.seq), np.int32)
     tokens[:, : len(prompt)] = prompt
-    apply = jgt.shard(
-        setup.program.model.apply, setup.placement.rules, setup.mesh, state="variables", partial=True, pad=bool(setup.storage.padded)
-    )
+    pad = bool(setup.storage.padded)
+    apply = jgt.shard(setup.program.model.apply, setup.placement.rules, setup.mesh, state="variables", partial=True, pad=pad)
 
     def generate(params: Any, variables: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
         def extend(position: jax.Array, tokens: jax.Array) -> jax.Array:

@@ -37,9 +37,6 @@ from ..step.state import OPTIONAL, State
 from .identity import Resume, check_model, check_origin
 from .replicas import check_phase, lifted_shapes, saved_replicas, with_replicas
 
-Phase = Callable[..., AbstractContextManager[None]]
-"""phase(name, **details): a context manager that records how long a phase of the run takes."""
-
 _Restored = TypeVar("_Restored")
 
 
@@ -53,47 +50,62 @@ class Position:
     phase: int = 0
 
 
+@dataclass(frozen=True)
 class Start:
-    """Finds and restores the state that a run starts from. data: the data's fingerprint; say(text) prints a line for a person."""
+    """Finds and restores the state that a run starts from.
 
-    def __init__(self, setup: Setup, data: Mapping[str, Any], phase: Phase, say: Callable[[str], None]):
-        self._setup, self._data, self._phase, self._say = setup, data, phase, say
-        self._config = setup.run.config.checkpoint
+    data: the data's fingerprint. phase(name, **details): a context manager that records how long a phase of the run takes. say: prints a
+    line for a person.
+    """
+
+    setup: Setup
+    data: Mapping[str, Any]
+    phase: Callable[..., AbstractContextManager[None]]
+    say: Callable[[str], None]
 
     def position(self, checkpoints: Checkpoints, resume: Resume) -> Position:
         """The position to train from. Raises InputError for a checkpoint that does not fit the run, and DiskError."""
-        if own := self._restored(checkpoints.search(), self._restore_state):
-            self._say(f"Resumed from step {own[0].manifest.step} in {self._setup.run.config.run.path}")
-            return _position(*own)
-        if resume.path is not None:
-            saved, state = self._restored_elsewhere("--resume", resume.path, partial(self._restore_other, resume))
-            self._say(f"Continues from {saved.folder}, at step {saved.manifest.step}")
-            return _position(saved, state)
-        return Position(state=self.fresh())
+        run, other = self.setup.run, resume.path
+
+        def restore_other(saved: SavedStep) -> State:
+            # The run directory was checked before JAX was imported. This checkpoint's origin is known only now.
+            check_origin(run, saved.manifest.fingerprints, self.data, str(saved.folder), resume.allow)
+            return self._restore_state(saved)
+
+        if restored := self._restore(checkpoints.search(), self._restore_state):
+            self.say(f"Resumed from step {restored[0].manifest.step} in {run.config.run.path}")
+        elif other is not None:
+            restored = self._restore_elsewhere("--resume", other, restore_other)
+            self.say(f"Continues from {restored[0].folder}, at step {restored[0].manifest.step}")
+        else:
+            return Position(state=self.fresh())
+        manifest = restored[0].manifest
+        return Position(state=restored[1], step=manifest.step, samples=manifest.samples, phase=manifest.phase)
 
     def fresh(self) -> State:
         """The state before the first step of a new run. Raises InputError if the parameters of `checkpoint.weights` do not fit."""
-        with self._phase("init"):
+        weights = self.setup.run.config.checkpoint.weights
+        with self.phase("init"):
             # Waits, so that the phase includes the work on the devices.
-            state = jax.block_until_ready(self._setup.init())
-        if self._config.weights is None:
+            state = jax.block_until_ready(self.setup.init())
+        if weights is None:
             return state
-        where = f"{self._setup.run.where('checkpoint.weights')}: checkpoint.weights"
-        saved, params = self._restored_elsewhere(where, Path(self._config.weights), self._restore_params)
-        self._say(f"Starts with the parameters of {saved.folder}")
-        return self._setup.with_params(state, params)
+        where = f"{self.setup.run.where('checkpoint.weights')}: checkpoint.weights"
+        saved, params = self._restore_elsewhere(where, Path(weights), self._restore_params)
+        self.say(f"Starts with the parameters of {saved.folder}")
+        return self.setup.with_params(state, params)
 
-    def _restored_elsewhere(self, where: str, path: Path, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored]:
-        restored = self._restored(search_elsewhere(path, read_key(self._config.key)), restore)
+    def _restore_elsewhere(self, where: str, path: Path, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored]:
+        restored = self._restore(search_elsewhere(path, read_key(self.setup.run.config.checkpoint.key)), restore)
         if restored is None:
             raise InputError([f"{where}: no whole checkpoint in {path}. Name a run directory, or one of the steps in its checkpoints/"])
         return restored
 
-    def _restored(self, search: Search, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored] | None:
+    def _restore(self, search: Search, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored] | None:
         """The newest step of a search that can be restored, and what `restore` makes of it; None if there is no step."""
         try:
             while True:
-                with self._phase("verify"):
+                with self.phase("verify"):
                     saved = search.next()
                 if saved is None:
                     return None
@@ -109,22 +121,18 @@ class Start:
                 say(report)
 
     def _restore_state(self, saved: SavedStep) -> State:
-        with self._phase("restore", step=saved.manifest.step):
-            return restore_state(self._setup, saved)
-
-    def _restore_other(self, resume: Resume, saved: SavedStep) -> State:
-        # The run directory was checked before JAX was imported. This checkpoint's origin is known only now.
-        check_origin(self._setup.run, saved.manifest.fingerprints, self._data, str(saved.folder), resume.allow)
-        return self._restore_state(saved)
+        with self.phase("restore", step=saved.manifest.step):
+            return restore_state(self.setup, saved)
 
     def _restore_params(self, saved: SavedStep) -> Any:
-        with self._phase("restore", step=0):
+        setup = self.setup
+        with self.phase("restore", step=0):
             try:
-                shapes, shardings = (state.params for state in self._setup.saved_of_one)
-                return self._setup.stored_params(restore_params(saved, shapes, shardings, cast=self._config.cast))
+                shapes, shardings = (state.params for state in setup.saved_of_one)
+                return setup.stored_params(restore_params(saved, shapes, shardings, cast=setup.run.config.checkpoint.cast))
             except InputError:
                 # Where the models differ, a list of all arrays that differ adds nothing.
-                check_model(self._setup.run, saved.manifest.fingerprints, saved.folder)
+                check_model(setup.run, saved.manifest.fingerprints, saved.folder)
                 raise
 
 
@@ -152,24 +160,18 @@ def restore_state(setup: Setup, saved: SavedStep) -> State:
 def _absent(saved: SavedStep, shapes: State) -> dict[str, None]:
     """The optional parts of a state that a checkpoint lacks, or has in another shape."""
     entries = {entry.path: entry.shape for entry in saved.manifest.arrays}
-    absent: dict[str, None] = {}
-    for name in OPTIONAL:
-        part = jax.tree.leaves_with_path(getattr(shapes, name))
-        wanted = {"/".join(filter(None, (name, path_text(path)))): x.shape for path, x in part}
-        if wanted.items() - entries.items():
-            absent[name] = None
-    return absent
+    wanted = {path_text(path): x.shape for path, x in jax.tree.leaves_with_path(shapes)}
+    missing = {path.partition("/")[0] for path, shape in wanted.items() if entries.get(path) != shape}
+    return dict.fromkeys(OPTIONAL & missing)
 
 
 def _first_values(setup: Setup, names: Sequence[str]) -> dict[str, Any]:
     """The values of optional parts of a state before the first step: NaN for losses, otherwise zero."""
-    shapes, shardings = ({name: tree.arrays()[name] for name in names} for tree in (setup.shapes, setup.shardings))
+    shapes, shardings = ({name: getattr(tree, name) for name in names} for tree in (setup.shapes, setup.shardings))
 
     def first() -> dict[str, Any]:
-        return {
-            name: jax.tree.map(lambda x, value=jnp.nan if name == "losses" else 0: jnp.full(x.shape, value, x.dtype), part)
-            for name, part in shapes.items()
-        }
+        values = {name: jnp.nan if name == "losses" else 0 for name in names}
+        return {name: jax.tree.map(partial(jnp.full_like, fill_value=values[name]), part) for name, part in shapes.items()}
 
     return jax.jit(first, out_shardings=shardings)()
 
@@ -231,7 +233,3 @@ def local_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> list[int]:
 
 def _num_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> int:
     return shape[0] // sharding.shard_shape(shape)[0]
-
-
-def _position(saved: SavedStep, state: State) -> Position:
-    return Position(state=state, step=saved.manifest.step, samples=saved.manifest.samples, phase=saved.manifest.phase)

@@ -8,6 +8,7 @@ that has to be padded. The model computes in f32: in bf16, a wrong layout could 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -135,7 +136,8 @@ def small_overrides(run: Run, num_devices: int, overrides: Sequence[str] = ()) -
     if not isinstance(config.model, OwnModel):
         new |= _model(run, unit, stages)
     given = {override.partition("=")[0] for override in overrides} - {"mesh", "devices.virtual_cpu"}
-    return [*overrides, *(f"{key}={_text(value)}" for key, value in new.items() if key not in given)]
+    # JSON is YAML.
+    return [*overrides, *(f"{key}={json.dumps(value)}" for key, value in new.items() if key not in given)]
 
 
 def _model(run: Run, unit: int, stages: int) -> dict[str, Any]:
@@ -165,9 +167,3 @@ def _model(run: Run, unit: int, stages: int) -> dict[str, Any]:
         new["model.experts.ffn"] = unit * _HEAD
         new["model.experts.first_dense"] = min(config.experts.first_dense, 1)
     return new
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {item}" for key, item in value.items()) + "}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,10 +1,10 @@
 """`train.remat` as policies of `jax.checkpoint`, which say what a layer's forward pass leaves for its backward pass.
 
 The backward pass of a layer reads values of its forward pass. Each is either kept, which costs memory, or computed again, which costs time.
-The two costs have little to do with each other. A matmul costs more than everything around it, and its result is one array. The
-values between two matmuls (norms, rotary positions, the gate of an MLP, casts) cost next to nothing, and yet their derivatives read several
-arrays of that size, some of them in f32. So `matmuls` keeps what is dear to compute and computes the rest again: no matmul with weights
-runs twice, nor does attention's kernel, and a llama's layers take a third of the memory that JAX's own choice takes.
+A matmul costs more time than everything around it, and its result is one array. The values between two matmuls (norms, rotary positions,
+the gate of an MLP, casts) cost next to nothing, and yet their derivatives read several arrays of that size, some of them in f32. So
+`matmuls` computes only these again: no matmul with weights runs twice, nor does attention's kernel, and a llama's layers take a third of
+the memory that JAX's own choice takes.
 
 JAX asks a policy about each primitive, and about each tensor that has a name (`signal.tensor`). Names say what to keep everywhere but in a
 fused kernel of attention. It leaves more than its result (cuDNN's the log-sum-exp), which only the kernel's own primitive can keep.
