@@ -9,7 +9,7 @@ The invariant: whatever is wrong with rules, mesh and shapes is raised by `prepa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,9 @@ from jgt.sharding.sharded import Sharded
 from jgt.sharding.storage import Storage
 
 from ..code.files import Code
-from ..config import Config, Run, batch_problems, replica_problems
+from ..config import Run, batch_problems, replica_problems
 from ..models.linear import compute_type
+from ..sections import TrainConfig
 from ..step.config import OptimizerConfig, OwnOptimizer
 from ..step.gradients import GradientSum
 from ..step.objective import Objective, problem_of_parts
@@ -60,7 +61,8 @@ def prepare(
     element = element or element_of(config.data, config.model, code, where)
     program = program_of(config, layout, code, where, element=element, remat=remat or config.train.remat)
     sizes = layout.mesh.shape
-    placed = place(program, config, layout, where, problems=(*batch_problems(run, sizes), *replica_problems(run, sizes)))
+    problems = (*batch_problems(run, sizes), *replica_problems(run, sizes))
+    placed = place(program, config.train, config.optimizer, layout, where, problems=problems)
     make_optimizer = _optimizer(config.optimizer, program, placed, compute_type(config.model), code, where)
     features = StepFeatures(spikes=config.train.skip_spikes, ema=config.train.ema)
     phases = _phases(layout, program, where)
@@ -105,49 +107,48 @@ class Placed:
     gradients: GradientSum
 
 
-def place(program: ModelProgram, config: Config, layout: MeshLayout, where: Where, *, problems: Iterable[str]) -> Placed:
+def place(
+    program: ModelProgram,
+    train: TrainConfig,
+    optimizer: OptimizerConfig | OwnOptimizer,
+    layout: MeshLayout,
+    where: Where,
+    *,
+    problems: Sequence[str],
+) -> Placed:
     """Places a program. problems: messages to report beside those about parameters. Raises InputError with every misfit."""
     objective, shapes = program.objective, program.shapes
     placement = jgt.place(
-        objective.loss,
-        layout.rules,
-        layout.mesh,
-        *shapes,
-        pipeline=program.pipeline,
-        state="variables",
-        problems=tuple(problems),
+        objective.loss, layout.rules, layout.mesh, *shapes, pipeline=program.pipeline, state="variables", problems=problems
     )
-    _check_remat(config, placement, where)
-    objective = _with_parts_checked(config, layout, objective, shapes, where)
+    _check_remat(train.remat, placement, where)
+    if layout.pipeline is None and not objective.is_token_loss:
+        objective = _with_parts_checked(objective, shapes, train.accumulate, where)
     assert isinstance(objective.loss, Sharded)
     storage = objective.loss.storage(*shapes)
-    if storage is not None and not may_reshape(config):
+    if storage is not None and not may_reshape(optimizer):
         storage = storage.of_same_shapes()
     storage = storage or Storage(model=placement)
     return Placed(
         objective=objective.on_stored(storage),
         placement=placement,
         storage=storage,
-        gradients=_gradient_sum(config, layout, storage),
+        gradients=_gradient_sum(train.accumulate, layout, storage, is_wide=optimizer.gradients == "f32"),
     )
 
 
-def _check_remat(config: Config, placement: Placement, where: Where) -> None:
+def _check_remat(remat: Remat, placement: Placement, where: Where) -> None:
     """Raises InputError for names to keep that the model does not have."""
-    remat, tensors = config.train.remat, placement.tensors
-    unknown = [name for name in remat if name not in tensors] if isinstance(remat, tuple) else []
-    if unknown:
-        key = f"{where('train.remat')}: train.remat"
+    key, tensors = f"{where('train.remat')}: train.remat", placement.tensors
+    if unknown := [name for name in remat if name not in tensors] if isinstance(remat, tuple) else []:
         raise InputError([f"{key}: the model has no tensor {name!r}. {nearest(name, tensors)}" for name in unknown])
 
 
-def _with_parts_checked(config: Config, layout: MeshLayout, objective: Objective, shapes: tuple[Any, ...], where: Where) -> Objective:
+def _with_parts_checked(objective: Objective, shapes: tuple[Any, ...], parts: int, where: Where) -> Objective:
     """Raises InputError for an own loss that would be another one on parts of a batch. An evaluation of such a loss gets whole batches."""
-    if objective.is_token_loss or layout.pipeline is not None:
-        return objective
     assert isinstance(objective.loss, Sharded)
     assert isinstance(objective.evaluated, Sharded)
-    if config.train.accumulate > 1 and (problem := problem_of_parts(objective.loss, shapes)):
+    if parts > 1 and (problem := problem_of_parts(objective.loss, shapes)):
         remedies = (
             "Set it to 1 (train.remat saves memory, too), return (sum, weight) for an average that leaves out rows, or compute what is "
             "meant of a part inside jgt.signal.per_microbatch()"
@@ -156,22 +157,21 @@ def _with_parts_checked(config: Config, layout: MeshLayout, objective: Objective
     return replace(objective, is_of_whole_batches=bool(problem_of_parts(objective.evaluated, shapes)))
 
 
-def _gradient_sum(config: Config, layout: MeshLayout, storage: Storage) -> GradientSum:
+def _gradient_sum(accumulate: int, layout: MeshLayout, storage: Storage, *, is_wide: bool) -> GradientSum:
     """The sum of gradients. They have the places of the parameters as the loss takes them, and in the end those that the state has."""
     stored, used = storage.placement, storage.in_use.placement
 
     def pin(gradients: Any) -> Any:
         return jax.lax.with_sharding_constraint(gradients, stored.gradients)
 
-    whole = GradientSum(parts=1 if layout.pipeline is not None else config.train.accumulate, pin=pin)
+    whole = GradientSum(parts=1 if layout.pipeline is not None else accumulate, pin=pin)
     if not layout.replicas:
         return whole
     sync = layout.sync
     # A step with phases is one replica's, whose rows the other axes split.
     batch = tuple(axis for axis in layout.batch if not (layout.has_phases and sync is not None and axis == sync.axis))
     # As without parts: backward leaves the gradient of a parameter in the type in which the model reads it.
-    widens = config.optimizer.gradients == "f32"
-    dtypes = [p.dtype if p.read is None or not p.read.once or widens else p.read.dtype for p in used.parameters]
+    dtypes = [p.dtype if p.read is None or not p.read.once or is_wide else p.read.dtype for p in used.parameters]
     of_replicas = replace(
         whole,
         replicas=Replicas(mesh=layout.mesh, axes=layout.replicas, batch=batch),

@@ -30,7 +30,8 @@ from ..models.experts.config import ExpertsConfig
 from ..models.kernels import AttentionChoice, choose_attention
 from ..models.linear import compute_type
 from ..models.model import Model, Terms, of_flax, takes_segments
-from ..step.config import OwnOptimizer
+from ..sections import TrainConfig
+from ..step.config import OptimizerConfig, OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
 from ..step.objective import Objective, ShardedLoss, own_objective, token_objective
 from .layout import MeshLayout
@@ -84,7 +85,7 @@ def program_of(config: Config, layout: MeshLayout, code: Code, where: Where, *, 
     if remat == AUTO:
         remat = remat_settings(keeps_scores=kernel is None or kernel.keeps_scores)[0]
     _check_segments(config, model, where)
-    chunks = train.loss_chunks or _fewest_chunks(config, layout)
+    chunks = train.loss_chunks or _fewest_chunks(train, config.model, layout)
     recompute = partial(with_remat_of, remat=remat, attention=kernel, where=where("train.remat"))
     # Under jit, what is traced here is not traced again where the state is made.
     init = jax.jit(model.init)
@@ -117,10 +118,10 @@ def element_of(data: DataConfig | OwnData, model: ModelConfig | OwnModel, code: 
     return {name: jax.ShapeDtypeStruct((model.seq,), kind) for name, kind in kinds.items()}
 
 
-def may_reshape(config: Config) -> bool:
+def may_reshape(optimizer: OptimizerConfig | OwnOptimizer) -> bool:
     """Whether parameters may be stored in other shapes than the model's."""
     # An optimizer of the user's own sees the model's shapes, which may tell it something. The host's memory has no all-to-all.
-    return not isinstance(config.optimizer, OwnOptimizer) and config.optimizer.offload != "host"
+    return not isinstance(optimizer, OwnOptimizer) and optimizer.offload != "host"
 
 
 def _own_model(config: OwnModel, code: Code, where: Where, call: Callable[[Any], Any]) -> Model:
@@ -188,7 +189,7 @@ def _objective(
     whole = Pipeline.of(layout.pipeline)
     # Whether the model's own derivatives leave gradients in f32 for devices to add up. A pipeline widens them anyway.
     widens = config.optimizer.gradients == "f32" and layout.pipeline is None
-    pads = config.train.uneven == "pad" and may_reshape(config)
+    pads = config.train.uneven == "pad" and may_reshape(config.optimizer)
     tokens = loss_of_logits
     if model.has_features:
         tokens = make_loss(lambda module, x, **more: module.features(x, **more), chunks=chunks, groups=layout.groups, wide_gradients=widens)
@@ -223,9 +224,9 @@ def _check_segments(config: Config, model: Model, where: Where) -> None:
     raise InputError([f"{where('data.documents')}: data.documents: {why}"])
 
 
-def _fewest_chunks(config: Config, layout: MeshLayout) -> int:
+def _fewest_chunks(train: TrainConfig, model: ModelConfig | OwnModel, layout: MeshLayout) -> int:
     """The fewest chunks of the loss that fit."""
-    train, model, pipeline = config.train, config.model, layout.pipeline
+    pipeline = layout.pipeline
     # The logits of these rows exist at once: the rows of one part of the batch, in a pipeline of one microbatch.
     rows = train.batch // train.accumulate // (1 if pipeline is None else pipeline.microbatches)
     return num_chunks(rows, model.seq, model.vocab, layout.mesh.size, local_seq=max(model.seq // layout.sequence_shards, 1))
