@@ -194,7 +194,8 @@ def _sample_losses(setup: Setup, state: State, batches: Iterable[dict[str, jax.A
 
     # Replicated, so that each process can read the losses of all samples.
     compiled = jax.jit(rows, out_shardings=setup.placement.replicated())
-    return [np.asarray(compiled(state.params, state.variables, batch)) for batch in batches]
+    params = jax.jit(setup.objective.used)(state.params)
+    return [np.asarray(compiled(params, state.variables, batch)) for batch in batches]
 
 
 @jax.jit

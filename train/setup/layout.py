@@ -106,21 +106,19 @@ def _mesh(run: Run, num_devices: int | None, devices: Sequence[Any] | None) -> M
 
 def _axis_names(run: Run) -> list[str]:
     """The mesh's axes, with a pipeline's axis right behind the batch's, wherever the file places it."""
-    names = list(run.mesh)
-    if run.pipeline is None or run.pipeline.axis not in names:
-        return names
+    if run.pipeline is None:
+        return list(run.mesh)
+    batch, stages = run.batch_dims[0], run.pipeline.axis
     # XLA requires the manual axes of nested shard_maps in the order of the mesh, and the outer one is over the batch.
-    batch = set(run.batch_dims[0]) - {run.pipeline.axis}
-    first = [name for name in names if name in batch]
-    return [*first, run.pipeline.axis, *(name for name in names if name not in batch and name != run.pipeline.axis)]
+    return sorted(run.mesh, key=lambda name: 1 if name == stages else 0 if name in batch else 2)
 
 
 def _replica_axes(run: Run, split: set[str]) -> tuple[str, ...]:
     """The axes of `MeshLayout.replicas`. split: the axes of the batch with more than one device.
 
-    These include the axis of `sync` if gradients cross it in every step. With phases they do not: the step is then one replica's. No rule
-    may split a parameter over them, and the loss has to be a sum over rows: the trainer's own, of a model whose rows do not meet, as they
-    do in the balance of experts and in the scales of eight bits. A pipeline adds up its parts itself, over all axes except `sync.axis`.
+    No rule splits a parameter over them, and the loss is a sum over rows: the trainer's own, of a model whose rows do not meet, as they do
+    in the balance of experts and in the scales of eight bits. The axis of `sync` is one of them unless there are phases, because a step is
+    then one replica's. A pipeline adds up its parts itself, over all axes except `sync.axis`.
     """
     model, train, sync = run.config.model, run.config.train, run.config.sync
     if train.loss is not None or isinstance(model, OwnModel) or model.experts is not None or model.fp8:
