@@ -180,6 +180,7 @@ def _sample_losses(setup: Setup, state: State, batches: Iterable[dict[str, jax.A
     loss = setup.objective.evaluated
 
     def rows(params: Any, variables: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        params = setup.objective.used(params)
         if not setup.objective.is_token_loss:
             return jax.lax.map(lambda i: alone(params, variables, batch, i), jnp.arange(setup.run.config.train.batch))
         weights = batch["weights"]
@@ -194,8 +195,7 @@ def _sample_losses(setup: Setup, state: State, batches: Iterable[dict[str, jax.A
 
     # Replicated, so that each process can read the losses of all samples.
     compiled = jax.jit(rows, out_shardings=setup.placement.replicated())
-    params = jax.jit(setup.objective.used)(state.params)
-    return [np.asarray(compiled(params, state.variables, batch)) for batch in batches]
+    return [np.asarray(compiled(state.params, state.variables, batch)) for batch in batches]
 
 
 @jax.jit
