@@ -1,4 +1,4 @@
-"""The command lines of `jgt check` and `jgt verify`. They import JAX only after the config itself is found to be right."""
+"""The command lines of `jgt check` and `jgt verify`. They import JAX only for a config without problems."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from jgt.document import InputError
 
 from ..command_line import RunParser, whole_number
 from ..config import load
-
-_DEVICES = 8
 
 
 def check(argv: Sequence[str] | None = None) -> int:
@@ -75,8 +73,7 @@ def verify(argv: Sequence[str] | None = None) -> int:
 def verify_parser() -> RunParser:
     """The command line of the comparison."""
     parser = RunParser("jgt verify", "Compares a run's layout with one device, at small sizes: results, gradients, an optimizer step.")
-    parser.add_argument(
-        "--devices", type=whole_number(), default=_DEVICES, metavar="N", help="at most this many virtual CPU devices (default 8)"
-    )
+    most = "at most this many virtual CPU devices (default 8)"
+    parser.add_argument("--devices", type=whole_number(), default=8, metavar="N", help=most)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

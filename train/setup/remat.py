@@ -26,7 +26,7 @@ from jgt.replacements.recompute import recomputed
 from ..models.kernels import AttentionKernel
 
 Remat = str | tuple[str, ...]
-"""What the backward pass computes again, as `train.remat` says it: `none`, `matmuls`, `attention`, `block`, or names of tensors to keep."""
+"""A value of `train.remat`: `none`, `matmuls`, `attention`, `block`, or names of tensors to keep."""
 
 AUTO = "auto"
 """The value of `train.remat` that leaves the setting to `train.run.fit`."""

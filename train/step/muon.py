@@ -25,7 +25,7 @@ MapMatrices = Callable[[Callable[[jax.Array], jax.Array], Any], Any]
 
 _STEPS = 5
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of Muon's author: they raise small singular values fastest, at the price of ending between 0.7 and 1.2 instead of at 1."""
+"""Muon's author chose them: they raise small singular values fastest, at the price of ending between 0.7 and 1.2 instead of at 1."""
 _RMS = 0.2
 """The root mean square of an update, about that of AdamW's (arXiv 2502.16982, section 2.2), so that both share one learning rate."""
 _EPS = 1e-8

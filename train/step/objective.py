@@ -105,11 +105,11 @@ def own_objective(model: Model, loss: Callable[..., Any], where: str, *, is_trai
 
     A loss that has the argument `train` learns by it whether the model is being trained. While it is, the model's terms are added.
     """
-    told = {"train": is_training} if "train" in inspect.signature(loss).parameters else {}
+    mode = {"train": is_training} if "train" in inspect.signature(loss).parameters else {}
 
     def total(params: Any, variables: Any, batch: Arrays) -> tuple[jax.Array, Part]:
         def use(module: Any) -> tuple[Any, Terms]:
-            result = loss(module, batch, **told)
+            result = loss(module, batch, **mode)
             return result, model.terms(module) if is_training else {}
 
         with _reported(f"{where}: train.loss"):

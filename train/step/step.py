@@ -108,8 +108,8 @@ def make_train_step(
             # In the first step the late gradient is zero; applying it would fade moments and decay weights.
             moves = applied & (norm > 0) if gradients.is_late else applied
             params, opt_state = update(make_optimizer(settings), gradient, state.params, state.opt_state, moves)
-            settled, more = objective.settle(part.variables)
-            variables = jax.tree.map(lambda new, old: jnp.where(applied, new, old), settled, state.variables)
+            variables, more = objective.settle(part.variables)
+            variables = jax.tree.map(lambda new, old: jnp.where(applied, new, old), variables, state.variables)
             average = features.averaged(state.average, params, state.step, applied)
             metrics = more | {name: mean_of_parts(*pair, gradients.parts) for name, pair in part.metrics.items()}
         after = State(state.step + 1, params, opt_state, variables, losses=losses, average=average, waiting=waiting)
