@@ -311,7 +311,7 @@ def test_only_these_draw():
         offenders(
             "jgt",
             "rich",
-            allowed=["jgt/console.py", "jgt/schedule/timeline.py", "jgt/planner/view/table.py", "jgt/planner/view/compare.py"],
+            allowed=["jgt/command/console.py", "jgt/schedule/timeline.py", "jgt/planner/view/table.py", "jgt/planner/view/compare.py"],
         )
         == []
     )

@@ -44,7 +44,7 @@ class CommandParser(argparse.ArgumentParser):
             print("\n".join(error.problems), file=sys.stderr)
             return 2
         except OSError as error:
-            # stdout has no name, and `jgt.__main__` answers for it.
+            # stdout has no name, and `jgt.command.commands` answers for it.
             if error.filename is None:
                 raise
             print(f"{error.filename}: {error.strerror or error}", file=sys.stderr)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from jgt.console import amount, axes_text
+from jgt.command.console import amount, axes_text
 from jgt.document import Node, nearest
 from jgt.planner.hlo.instruction import COLLECTIVES
 from jgt.rules import matches, prefixes

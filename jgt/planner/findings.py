@@ -21,7 +21,7 @@ from typing import Literal
 
 from jax.sharding import NamedSharding
 
-from jgt.console import amount
+from jgt.command.console import amount
 from jgt.planner.compiled import Compiled
 from jgt.planner.flops import RAGGED_DOT, grouped_flops
 from jgt.planner.hardware.target import USABLE

@@ -20,7 +20,7 @@ from typing import cast
 
 import jax
 
-from jgt.console import amount, axes_text
+from jgt.command.console import amount, axes_text
 from jgt.planner.compiled import Compiled, compile_function
 from jgt.planner.findings import Finding, findings
 from jgt.planner.flops import flops

@@ -11,7 +11,7 @@ import collections
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from jgt.console import axes_text
+from jgt.command.console import axes_text
 from jgt.planner.flops import Flops
 from jgt.planner.hlo.collectives import Collective
 from jgt.planner.hlo.origin import NONE, full_signal

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jgt.console import axes_text
+from jgt.command.console import axes_text
 from jgt.planner.hardware.network import Network
 from jgt.planner.hlo.collectives import is_collective, pieces, wire_bytes
 from jgt.planner.hlo.graph import branch_shares

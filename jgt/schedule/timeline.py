@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.text import Text
 
-from jgt.console import Console
+from jgt.command.console import Console
 from jgt.schedule.simulate import kind_name
 from jgt.schedule.table import KINDS, Item, Kind, Table
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jgt.console import amount, two_digits
+from jgt.command.console import amount, two_digits
 from jgt.pipeline.config import PipelineConfig
 from jgt.planner.hardware.target import Target
 from jgt.planner.panels import Span, Track, panels

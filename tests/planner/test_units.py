@@ -2,7 +2,7 @@
 
 import pytest
 
-from jgt.console import amount
+from jgt.command.console import amount
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from jgt.console import WIDTH_OF_FILES
+from jgt.command.console import WIDTH_OF_FILES
 from jgt.schedule.schedules import SCHEDULES, schedule_table
 from jgt.schedule.table import KINDS
 from jgt.schedule.timeline import MAX_BLOCKS, ink, print_comparison, print_timeline, shade

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from jgt import Plan
-from jgt.console import amount
+from jgt.command.console import amount
 from jgt.document import InputError
 from jgt.planner import Workload
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jgt import Plan
-from jgt.console import Console, amount
+from jgt.command.console import Console, amount
 
 from ..config import Run
 

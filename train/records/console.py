@@ -15,7 +15,7 @@ from typing import Any, TextIO, cast
 
 from jax.sharding import Mesh
 
-from jgt.console import Console, amount
+from jgt.command.console import Console, amount
 from jgt.pipeline.config import PipelineConfig
 
 from ..setup import AUTO, Setup

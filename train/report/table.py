@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 
-from jgt.console import Console, amount
+from jgt.command.console import Console, amount
 
 from .accounts import CAUSES, NO_RECORD, Accounts
 from .events import StartSummary

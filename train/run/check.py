@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jgt.console import amount
+from jgt.command.console import amount
 from jgt.document import InputError
 
 from ..config import Run

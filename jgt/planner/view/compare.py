@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from jgt.console import Console, amount, axes_text, two_digits
+from jgt.command.console import Console, amount, axes_text, two_digits
 from jgt.planner.plan import Plan
 from jgt.planner.view.table import time_rows
 

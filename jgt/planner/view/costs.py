@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jgt.console import amount, axes_text
+from jgt.command.console import amount, axes_text
 from jgt.planner.findings import REPEATED
 from jgt.planner.hlo.collectives import Collective
 from jgt.planner.layouts import OPTIMIZER

@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-from jgt.console import amount, axes_text, two_digits
+from jgt.command.console import amount, axes_text, two_digits
 from jgt.planner.panels import Panel, Span
 from jgt.planner.plan import Plan
 from jgt.planner.view.table import print_plan

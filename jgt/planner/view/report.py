@@ -15,7 +15,7 @@ import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
-from jgt.console import axes_text
+from jgt.command.console import axes_text
 from jgt.document import InputError
 from jgt.planner.plan import Plan
 from jgt.planner.view.compare import Differences

@@ -17,7 +17,7 @@ from typing import TextIO
 from rich.table import Table
 from rich.text import Text
 
-from jgt.console import Console, amount, axes_text, two_digits
+from jgt.command.console import Console, amount, axes_text, two_digits
 from jgt.planner.plan import Plan
 from jgt.planner.signals import SignalRow
 from jgt.planner.view.costs import largest_costs
