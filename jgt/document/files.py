@@ -40,8 +40,8 @@ def path_problem(path: str | Path, kind: Literal["file", "folder"] = "file") -> 
         return error.strerror or str(error)
     except ValueError as error:
         return str(error)
-    found = _KINDS.get(mode, "something else")
-    return None if found == f"a {kind}" else f"it is {found}, not a {kind}"
+    actual = _KINDS.get(mode, "something else")
+    return None if actual == f"a {kind}" else f"it is {actual}, not a {kind}"
 
 
 def similar_file(path: str | Path) -> str:
