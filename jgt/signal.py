@@ -13,18 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from pathlib import Path
-from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name  # pyright: ignore[reportUnknownVariableType]
 
-from jgt.program.jaxpr import exclude_lines
 from jgt.program.scopes import MICROBATCH, PREFIX
-from jgt.replacements.experts.call import ExpertFn, call_experts
+from jgt.replacements.experts.call import experts
 
-# The line of a call of experts is the model's.
-exclude_lines(Path(__file__))
+__all__ = ["context", "experts", "per_microbatch", "tensor"]
 
 # The others mean something in XLA's op names: `@` ends a name, a quote ends the attribute, and / ( ) : separate scopes and the names
 # of operations that XLA combined.
@@ -61,21 +57,6 @@ def tensor(x: jax.Array, name: str) -> jax.Array:
     Raises ValueError for a name with characters outside `[A-Za-z0-9_.-]`.
     """
     return checkpoint_name(x, _checked(name))
-
-
-def experts(fn: ExpertFn, weights: Any, x: jax.Array, choice: jax.Array, scale: jax.Array) -> jax.Array:
-    """Each row of x [..., d] through the experts chosen for it, times scale, added up: [..., d'].
-
-    fn(rows [n, d], sizes [experts], weights) → [n, d'] runs rows that are sorted by expert: the first sizes[0] rows go through expert 0,
-    the next sizes[1] through expert 1, and so on; rows behind the last group belong to none. It maps each row on its own and closes over
-    no arrays. weights: a tree of arrays [experts, ...]. choice [..., k]: the numbers of k experts for each row. scale [..., k]: real
-    numbers.
-
-    Rules may say which mesh axis holds the experts (`experts:`); the rows then travel to them and back.
-
-    Raises ValueError for arrays of other shapes or types, and for a function that closes over arrays.
-    """
-    return call_experts(fn, weights, x, choice, scale)
 
 
 def per_microbatch() -> contextlib.AbstractContextManager[object]:

@@ -15,7 +15,6 @@ b rows of the batch, v rows of a table, d its width, g groups: the devices that 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,8 @@ from jgt.program.backward import map_backward
 from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.parts import inlined
-from jgt.program.places import Place, manual_mesh
+from jgt.program.places import Place
+from jgt.replacements.proof import mesh_context
 from jgt.replacements.replacement import Replaced, Site
 from jgt.rules import Rules
 
@@ -65,11 +65,12 @@ class SummedGradients:
 
     def apply(self, program: Program, around: Place, site: Site) -> Replaced:
         """See `Replacement`. The whole program of a call is changed at once, because only there it is known what is a parameter."""
-        walk = _Walk(self._batch(site), is_wide=self._is_wide)
-        if not site.is_whole or not (self._is_wide or len(walk.batch) > 1):
+        derivatives = _Derivatives(self._batch(site), is_wide=self._is_wide)
+        if not site.is_whole or not (self._is_wide or len(derivatives.batch) > 1):
             return Replaced(program=program)
         arguments = jx.body(program).invars[: len(site.parameters)]
-        return Replaced(program=walk.program(program, {v: site.free(p.dims, ()) for v, p in zip(arguments, site.parameters, strict=True)}))
+        known = {v: site.free(p.dims, ()) for v, p in zip(arguments, site.parameters, strict=True)}
+        return Replaced(program=with_parameters_followed(program, known, derivatives.change))
 
     def _batch(self, site: Site) -> dict[str, int]:
         """The sizes of the mesh axes over which the partitioner splits the batch, outermost first."""
@@ -80,50 +81,23 @@ class SummedGradients:
         return {axis: size for axis in free if (size := site.sizes[axis]) > 1}
 
 
-class _Walk:
-    """The walk through a program. batch: the sizes of the mesh axes that split the batch."""
+class _Derivatives:
+    """Equations with other derivatives. batch: the sizes of the mesh axes that split the batch."""
 
     def __init__(self, batch: Mapping[str, int], *, is_wide: bool):
         self.batch, self._is_wide = batch, is_wide
 
-    def program(self, program: Program, known: dict[Var, Dims]) -> Program:
-        """The program with its derivatives changed. known: the axes of the parameters among its arguments; casts of them are added."""
-        eqns: list[Equation] = []
-        for equation in jx.body(program).eqns:
-            read = next((n for n, a in enumerate(equation.invars) if jx.is_var(a) and a in known), None)
-            name = equation.primitive.name
-            if read is None:
-                eqns.append(equation)
-            elif name in _KEEPS_DIMS:
-                known[equation.outvars[0]] = known[cast(Var, equation.invars[read])]
-                eqns.append(equation)
-            elif name == "gather" and read == 0:
-                eqns += self._lookup(equation, known[cast(Var, equation.invars[0])])
-            elif name == "dot_general":
-                eqns += self._matmul(equation, read)
-            elif self._is_wide and jx.has_custom_derivative(equation):
-                eqns.append(map_backward(equation, _widened([jx.is_var(a) and a in known for a in equation.invars])))
-            else:
-                eqns.append(self._entered(equation, known))
-        return jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
-
-    def _entered(self, equation: Equation, known: dict[Var, Dims]) -> Equation:
-        """The equation with the programs inside changed."""
-        if not (jx.is_call(equation) or jx.is_remat(equation) or jx.is_scan(equation)):
-            return equation
-
-        def change(inner: Program) -> Program:
-            pairs = zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)
-            # A scan that goes over a stack of layers removes its first dim.
-            inside = {var: known[a][-len(jx.shape_of(var)) :] for a, var in pairs if a is not None and jx.is_var(a) and a in known}
-            new = self.program(inner, inside)
-            for outer, atom in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
-                if outer is not None and jx.is_var(atom) and atom in inside and not jx.is_scan(equation):
-                    known[outer] = inside[atom]
-            return new
-
-        params = jx.map_subprograms(equation, change)
-        return equation if params is None else equation.replace(params=params)
+    def change(self, equation: Equation, known: Mapping[Var, Dims]) -> list[Equation] | None:
+        """The equations in the place of one that reads parameters; None for others."""
+        is_read = [jx.is_var(a) and a in known for a in equation.invars]
+        name = equation.primitive.name
+        if name == "gather" and is_read[0]:
+            return self._lookup(equation, known[cast(Var, equation.invars[0])])
+        if name == "dot_general":
+            return self._matmul(equation, is_read.index(True))
+        if self._is_wide and jx.has_custom_derivative(equation):
+            return [map_backward(equation, _widened(is_read))]
+        return None
 
     def _lookup(self, equation: Equation, table: Dims) -> list[Equation]:
         """The lookup of rows [b, ..., d] in a table, whose gradient is added up group by group."""
@@ -174,6 +148,43 @@ class _Walk:
             return (by_weights, by_rows) if read == 0 else (by_rows, by_weights)
 
         return _with_derivative(equation, backward)
+
+
+def with_parameters_followed(
+    program: Program, known: dict[Var, Dims], change: Callable[[Equation, Mapping[Var, Dims]], list[Equation] | None]
+) -> Program:
+    """The program in which equations that read parameters are changed, also in the calls, checkpoints and scans inside.
+
+    known: the axes of the parameters among its arguments; casts of them are added. change: the equations in the place of one that reads
+    such a variable; None leaves it, and follows the parameters into it.
+    """
+    eqns: list[Equation] = []
+    for equation in jx.body(program).eqns:
+        read = next((a for a in equation.invars if jx.is_var(a) and a in known), None)
+        new = [equation] if read is None else change(equation, known)
+        if new is None and read is not None and equation.primitive.name in _KEEPS_DIMS:
+            known[equation.outvars[0]] = known[read]
+        eqns += [_entered(equation, known, change)] if new is None else new
+    return jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
+
+
+def _entered(equation: Equation, known: dict[Var, Dims], change: Callable[..., list[Equation] | None]) -> Equation:
+    """The equation with the programs inside changed."""
+    if not (jx.is_call(equation) or jx.is_remat(equation) or jx.is_scan(equation)):
+        return equation
+
+    def inside(inner: Program) -> Program:
+        pairs = zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)
+        # A scan that goes over a stack of layers removes its first dim.
+        own = {var: known[a][-len(jx.shape_of(var)) :] for a, var in pairs if a is not None and jx.is_var(a) and a in known}
+        new = with_parameters_followed(inner, own, change)
+        for outer, atom in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
+            if outer is not None and jx.is_var(atom) and atom in own and not jx.is_scan(equation):
+                known[outer] = own[atom]
+        return new
+
+    params = jx.map_subprograms(equation, inside)
+    return equation if params is None else equation.replace(params=params)
 
 
 def _transposed(fn: Callable[[jax.Array], jax.Array], like: jax.Array | jax.ShapeDtypeStruct, cotangent: jax.Array) -> jax.Array:
@@ -234,6 +245,6 @@ def _with_derivative(equation: Equation, backward: Callable[[_Operands, jax.Arra
 
     changed = cast("jax.custom_vjp[jax.Array]", jax.custom_vjp(run))
     changed.defvjp(forward, backward)
-    with contextlib.nullcontext() if manual_mesh(equation) is None else equation.ctx.manager:
+    with mesh_context(equation):
         program = jax.make_jaxpr(changed)(*[jx.struct_of(a) for a in equation.invars])
     return inlined(program, equation, equation.invars, equation.outvars)

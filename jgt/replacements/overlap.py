@@ -21,10 +21,9 @@ from jax.sharding import AbstractMesh, Mesh
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Program, Var
-from jgt.program.parts import inlined
 from jgt.program.places import Place, manual_mesh, place_of
 from jgt.replacements.device_plan import MeaningPolicy, is_recomputed
-from jgt.replacements.proof import Matmul, matmul_of, mesh_context
+from jgt.replacements.proof import Matmul, equations_for, matmul_of
 from jgt.replacements.replacement import Replaced, Site
 from jgt.replacements.ring import Ring, gather_and_multiply, multiply_and_scatter
 from jgt.rules import Match, OverlapRule, Rules, SpecRule, match_out, match_overlap, match_tensor, prefixes
@@ -254,20 +253,11 @@ def _with_rings(program: Program, groups: Sequence[_Group]) -> Program:
         for atom in equation.invars if one is None else one.operands:
             if jx.is_var(atom) and atom in made_by:
                 add(made_by[atom])
-        new.extend([equation] if one is None else _equations_of(one))
+        new.extend([equation] if one is None else equations_for(one.run, equation, one.operands, [m.result for m in one.matmuls]))
 
     for equation in eqns:
         add(equation)
     return jx.with_body(program, eqns=new, outvars=jx.body(program).outvars)
-
-
-def _equations_of(one: _Group) -> Iterator[Equation]:
-    first = one.matmuls[0].equation
-    with mesh_context(first):
-        traced = jax.make_jaxpr(one.run)(*[v.aval for v in one.operands])
-    for equation in inlined(traced, first, one.operands, [m.result for m in one.matmuls]):
-        # The signals and the line of the model, for plans and profiles.
-        yield equation.replace(source_info=first.source_info)
 
 
 def _with_policies(program: Program) -> Program:

@@ -8,6 +8,7 @@ summed in a wider type than theirs, which a ring then does too.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ import jax
 
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Var
-from jgt.program.parts import flatten
+from jgt.program.parts import flatten, inlined
 from jgt.program.places import manual_mesh
 
 
@@ -98,6 +99,13 @@ def _sums_of_derivative(equation: Equation) -> Any:
     if last is None or not is_usual or casts != kinds.count("convert_element_type"):
         return None
     return jx.dtype_of(last.outvars[0])
+
+
+def equations_for(run: Callable[..., Any], equation: Equation, operands: Sequence[Atom], results: Sequence[Var]) -> list[Equation]:
+    """The equations of run(*operands), which make these results in the place of an equation, with its signals and its line of the model."""
+    with mesh_context(equation):
+        traced = jax.make_jaxpr(run)(*[cast(Any, v.aval) for v in operands])
+    return [new.replace(source_info=equation.source_info) for new in inlined(traced, equation, operands, results)]
 
 
 def mesh_context(equation: Equation) -> contextlib.AbstractContextManager[Any]:

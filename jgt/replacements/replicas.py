@@ -35,7 +35,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jgt.program import scopes
 from jgt.program.dims import num_parts, sharding_dims
-from jgt.replacements.turns import num_turns, with_turns
+from jgt.replacements.layers import num_turns, with_turns
 
 BLOCK = 256
 _TOP = 127.0

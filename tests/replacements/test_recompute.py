@@ -7,8 +7,7 @@ import pytest
 from jax._src.ad_checkpoint import saved_residuals
 from strangers import LinenLlama, NnxLlama
 
-from jgt.document import InputError
-from jgt.replacements.recompute import recomputed
+from jgt.replacements.layers import recomputed
 from train.models.config import ModelConfig
 from train.models.model import of_flax
 
@@ -33,7 +32,7 @@ def loss_of(kind):
 @pytest.mark.parametrize("kind", MAKE)
 def test_layers_keep_their_input_alone_and_gradients_stay(kind):
     params, loss = loss_of(kind)
-    changed = recomputed(loss, nothing, missing="")
+    changed = recomputed(loss, nothing, missing=ValueError())
 
     def kept(fn):
         """The shapes of the stacks of activations that the layers keep."""
@@ -54,14 +53,14 @@ def test_a_policy_is_asked_about_the_names_in_the_layers():
         asked.add(more.get("name", primitive.name))
         return False
 
-    jax.make_jaxpr(jax.grad(recomputed(loss, policy, missing="")))(params, TOKENS)
+    jax.make_jaxpr(jax.grad(recomputed(loss, policy, missing=ValueError())))(params, TOKENS)
     assert {"q", "heads", "hidden", "dot_general"} <= asked
     assert "table" not in asked and "logits" not in asked
 
 
 def test_names_of_arguments_stay_and_a_call_of_the_whole_function_is_entered():
     params, loss = loss_of("linen")
-    changed = recomputed(jax.jit(loss), nothing, missing="")
+    changed = recomputed(jax.jit(loss), nothing, missing=ValueError())
     np.testing.assert_allclose(changed(params, tokens=TOKENS), loss(params, TOKENS), rtol=1e-6)
 
 
@@ -74,5 +73,5 @@ def test_names_of_arguments_stay_and_a_call_of_the_whole_function_is_entered():
     ],
 )
 def test_without_a_scan_over_parameters_there_are_no_layers(fn):
-    with pytest.raises(InputError, match="no layers"):
-        recomputed(fn, nothing, missing="no layers")(jnp.ones((4, 4)), jnp.ones((2, 4)))
+    with pytest.raises(ValueError, match="no layers"):
+        recomputed(fn, nothing, missing=ValueError("no layers"))(jnp.ones((4, 4)), jnp.ones((2, 4)))

@@ -9,7 +9,7 @@ the memory that JAX's own choice takes.
 JAX asks a policy about each primitive, and about each tensor that has a name (`signal.tensor`). Names say what to keep everywhere but in a
 fused kernel of attention. It leaves more than its result (cuDNN's the log-sum-exp), which only the kernel's own primitive can keep.
 
-The policy is put around the layers of a model as it is traced (`jgt.replacements.recompute`), so it serves every model whose layers are a
+The policy is put around the layers of a model as it is traced (`jgt.replacements.layers`), so it serves every model whose layers are a
 scan. The invariant: what is kept changes no result.
 """
 
@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from jgt.replacements.recompute import recomputed
+from jgt.document import InputError
+from jgt.replacements.layers import recomputed
 
 from ..models.kernels import AttentionKernel
 
@@ -83,12 +84,11 @@ def with_remat_of(loss: _F, remat: Remat, attention: AttentionKernel | None, whe
     if remat == "none" or (remat == "attention" and attention is not None and not attention.keeps_scores):
         return loss
     keep = Keep(remat=remat, fused="" if attention is None else attention.forward)
-    return recomputed(
-        loss,
-        keep,
-        missing=f"{where}: train.remat: the model's layers are not a scan over stacked parameters. "
-        "Use jax.lax.scan, nnx.scan or linen's nn.scan for them, or use jax.checkpoint in the model and remove the key",
+    problem = (
+        f"{where}: train.remat: the model's layers are not a scan over stacked parameters. "
+        "Use jax.lax.scan, nnx.scan or linen's nn.scan for them, or use jax.checkpoint in the model and remove the key"
     )
+    return recomputed(loss, keep, missing=InputError([problem]))
 
 
 def _has_weights(primitive: Any, params: dict[str, Any]) -> bool:

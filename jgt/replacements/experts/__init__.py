@@ -2,6 +2,6 @@
 
 `call` is a model's call (`jgt.signal.experts`), and `permutation` sorts its rows. `experts` is the replacement that puts exchanges into
 a traced program, by the rules. `exchange` has the device plans of an exchange, `rounds` the program of a device, and `dispatch` brings rows
-to the experts and back. `row_wise` shows that a function of experts may run in parts, `top_k` runs the choice on each device's rows, and
-`local` has the experts of one device in the stages of a pipeline, and `grouped` runs `jax.lax.ragged_dot` for each group's rows alone.
+to the experts and back. `top_k` runs the choice on each device's rows, `local` has the experts of one device in the stages of a pipeline,
+and `grouped` runs `jax.lax.ragged_dot` for each group's rows alone.
 """

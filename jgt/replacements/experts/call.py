@@ -1,6 +1,6 @@
 """Experts without a mesh: rows sorted by the expert that was chosen for them, run through their experts, and put back.
 
-    y = call_experts(ffn, weights, x, choice, scale)    # weights: arrays [experts, ...]; x [..., d]; choice, scale [..., k]
+    y = experts(ffn, weights, x, choice, scale)    # weights: arrays [experts, ...]; x [..., d]; choice, scale [..., k]
 
 Each row of x goes through k of the experts, and the results, times their scales, are added up. That is all that a model says. In a traced
 program it is one equation (`jgt.replacements.device_plan`), which runs this meaning as long as nothing replaces it, and keeps the model's
@@ -76,11 +76,13 @@ class ExpertCall(DevicePlan):
         return [()] * num_operands, [()]
 
 
-def call_experts(fn: ExpertFn, weights: Any, x: jax.Array, choice: jax.Array, scale: jax.Array) -> jax.Array:
+def experts(fn: ExpertFn, weights: Any, x: jax.Array, choice: jax.Array, scale: jax.Array) -> jax.Array:
     """Each row of x [..., d] through the experts chosen for it, times scale, added up: [..., d'].
 
-    fn(rows [n, d], sizes [experts], weights) → [n, d'] runs rows that are sorted by expert. It maps each row on its own, and closes over no
-    arrays. weights: a tree of arrays [experts, ...]. choice [..., k]: numbers of experts. scale [..., k]: real numbers.
+    fn(rows [n, d], sizes [experts], weights) → [n, d'] runs rows that are sorted by expert. It maps each row on its own and closes over no
+    arrays. weights: a tree of arrays [experts, ...]. choice [..., k]: the numbers of k experts for each row. scale [..., k]: real numbers.
+
+    Rules may say which mesh axis holds the experts (`experts:`); the rows then travel to them and back.
 
     Raises ValueError for arrays of other shapes or types, and for a function that closes over arrays.
     """

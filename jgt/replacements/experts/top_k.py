@@ -20,9 +20,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Var
-from jgt.program.parts import inlined
 from jgt.replacements.device_plan import DevicePlan, run_on_devices
-from jgt.replacements.proof import mesh_context
+from jgt.replacements.proof import equations_for
 
 _CASTS = ("convert_element_type", "name", "copy", "sharding_constraint", "stop_gradient")
 
@@ -86,7 +85,4 @@ def _by_row(equation: Equation, layout: RowLayout) -> list[Equation]:
         return (jnp.sum(jnp.where(is_there, cotangents[0][..., None], 0), axis=-2, dtype=cotangents[0].dtype),)
 
     top_k.defvjp(forward, backward)
-    with mesh_context(equation):
-        traced = jax.make_jaxpr(top_k)(cast(Any, scores.aval))
-    # The signals and the line of the model, for plans and profiles.
-    return [e.replace(source_info=equation.source_info) for e in inlined(traced, equation, [scores], equation.outvars)]
+    return equations_for(cast(Any, top_k), equation, [scores], equation.outvars)

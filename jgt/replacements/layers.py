@@ -1,25 +1,67 @@
-"""Work that is added to each turn of the scan over layers, so that XLA runs it beside the layers' own.
+"""The scan over the layers of a model, which a traced program shows without a word in the model.
 
-XLA starts and ends a collective in the same loop body, or outside of all loops. So the devices wait for a collective that precedes or
-follows a scan over layers, unless each turn of the scan runs a part of it, which needs nothing that the turn computes. The scan over the
-most bytes of a program is taken as the layers'.
+`recomputed` puts a policy of `jax.checkpoint` around the bodies of the scans that go over stacked parameters [layers, ...]. What is kept
+changes no result.
+
+`with_turns` adds work to each turn of the scan over the most bytes, so that XLA runs it beside the layers' own. XLA starts and ends a
+collective in the same loop body, or outside of all loops. So the devices wait for a collective that precedes or follows a scan over layers,
+unless each turn of the scan runs a part of it, which needs nothing that the turn computes.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import jax
 
 from jgt.program import jaxpr as jx
+from jgt.program.constraints import wrap_in_checkpoint
+from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Var
 from jgt.program.parts import Flat, flatten, inlined
+from jgt.replacements.gradients import with_parameters_followed
 
+_F = TypeVar("_F", bound=Callable[..., Any])
 _R = TypeVar("_R")
 _Arrays = list[jax.Array]
+
+
+def recomputed(fn: _F, policy: Callable[..., bool], *, missing: Exception) -> _F:
+    """fn(params, ...) whose layers keep for the backward pass what the policy says, and compute the rest again.
+
+    Raises `missing` where fn is called, if no scan goes over its parameters.
+    """
+
+    @functools.wraps(fn)
+    def run(params: Any, *args: Any, **kwargs: Any) -> Any:
+        given = params, args, kwargs
+        num_layers = 0
+
+        def call(params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return fn(params, *args, **kwargs)
+
+        def change(equation: Equation, known: Mapping[Var, Dims]) -> list[Equation] | None:
+            nonlocal num_layers
+            if not jx.is_scan(equation):
+                return None
+            if not any(jx.is_var(a) and a in known for a in equation.invars[sum(jx.scan_sizes(equation)) :]):
+                return [equation]
+            num_layers += 1
+            params = jx.map_subprograms(equation, lambda body: wrap_in_checkpoint(body, policy, in_scan=True))
+            return [equation if params is None else equation.replace(params=params)]
+
+        program, tree = jx.trace(call, *given)
+        known: dict[Var, Dims] = dict.fromkeys(jx.body(program).invars[: len(jax.tree.leaves(params))], ())
+        changed = with_parameters_followed(program, known, change)
+        if not num_layers:
+            raise missing
+        return jax.tree.unflatten(tree, jx.evaluate(changed, jax.tree.leaves(given)))
+
+    return cast(_F, run)
 
 
 def num_turns(fn: Callable[..., Any], *args: Any) -> int:
