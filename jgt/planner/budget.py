@@ -1,7 +1,5 @@
 """The `budget:` section of a run's file: the most that a plan may cost. Imports no JAX.
 
-A budget records what a team agreed on before it looked at a plan: this run has to fit into 70 GB, and attention must not gather weights.
-
     budget:
       peak_gb: 70
       layers/attn: {all-gather: 0}
@@ -80,7 +78,6 @@ def _limits(entries: Mapping[str, Node], problems: list[str]) -> Iterator[Limit]
 
 
 def _limit(node: Node, problems: list[str], key: str, *, signal: str = "", kind: str = "") -> Iterator[Limit]:
-    """The limit, unless its value is wrong."""
     # In Python `true` is an int. Infinity would be a limit that nothing exceeds.
     if isinstance(node.value, bool) or not isinstance(node.value, int | float) or not 0 <= node.value < math.inf:
         problems.append(node.problem(f"must be a number of at least 0, not {node.in_words()}"))
@@ -124,5 +121,4 @@ def _signal_overrun(plan: Plan, limit: Limit) -> str:
 
 
 def _is_below(signal: str, pattern: str) -> bool:
-    """Whether a pattern matches a signal, or a signal around it."""
     return any(matches(pattern, path) for path in prefixes(signal))

@@ -1,9 +1,8 @@
 """A function compiled from shapes alone: its trace, XLA's text and memory figures, and XLA's warnings.
 
-A plan needs the program that will run, not a model of it. So the function is traced, lowered and compiled as usual, with three
-differences. Its arguments are shapes, so nothing is allocated. Its mesh may be abstract, or have other devices: the traced program is
-moved onto the devices of the target, which need not exist (`described`). And XLA's warnings are collected: it writes them straight to
-file descriptor 2, and no API returns them.
+The function is traced, lowered and compiled as usual, with three differences. Its arguments are shapes, so nothing is allocated. Its mesh
+may be abstract, or have other devices: the traced program is moved onto the devices of the target, which need not exist (`described`). And
+XLA's warnings are collected: it writes them straight to file descriptor 2, and no API returns them.
 
 Invariant: planning leaves no traces. File descriptor 2 and JAX's configuration are restored, whatever happens, and nothing is put
 into JAX's persistent compilation cache.
@@ -198,7 +197,6 @@ def _under_jit(
 
 
 def _compile(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> tuple[jax.stages.Compiled, tuple[str, ...]]:
-    """The compiled program, and the options that XLA does not have."""
     unknown: list[str] = []
     while True:
         # As an option of one compilation, a boolean is not text.
@@ -225,7 +223,6 @@ def _uncached() -> Generator[None]:
 
 
 def _target_of(mesh: Mesh) -> Target | None:
-    """The devices of a mesh as a target, if there is a description of their chip."""
     chip = chip_of(mesh.devices.flat[0].device_kind)
     if chip is None:
         return None
@@ -273,7 +270,6 @@ def _mesh(shardings: Sequence[NamedSharding | None], program: Program, target: T
 
 
 def _first_devices(count: int) -> Sequence[Any]:
-    """The first of JAX's devices."""
     devices = cast("Sequence[Any]", jax.devices())
     if len(devices) < count:
         remedy = f'jax.config.update("jax_num_cpu_devices", {count}), or plan for a target'

@@ -1,11 +1,9 @@
 """Findings: what a person should look at in a plan, each with its signal, its line, its numbers, and what to change.
 
-A plan has hundreds of rows, and a mistake in the rules looks like any other row: bytes that are sent, FLOPs that are computed. So each kind
-of finding compares two independent counts of one thing, or reads a warning that is easily lost. Memory is compared with the target's. The
-FLOPs of the compiled program are compared with a device's share of the traced program's: more means that devices repeat work. The bytes
-that are sent are compared with the formulas: more means that XLA moves a tensor between two layouts. Constraints are compared with shapes.
-And XLA itself warns, on stderr only and without a line of the program, when it can change a layout only by making a tensor whole on every
-device (an involuntary full rematerialization).
+A plan has hundreds of rows, and a mistake in the rules looks like any other row. So each kind of finding compares two independent counts of
+one thing: memory with the target's, the FLOPs of the compiled program with a device's share of the traced program's, the bytes that are
+sent with the formulas, constraints with shapes. XLA itself warns, on stderr only, when it can change a layout only by making a tensor whole
+on every device (an involuntary full rematerialization).
 
 Invariant: the runs that ship have no findings. The margins below are chosen so; a finding that is mostly noise would hide the others.
 """
@@ -110,7 +108,6 @@ def findings(
 
 
 def _without(others: Iterable[Finding], some: Iterable[Finding]) -> Iterator[Finding]:
-    """The findings under signals that others are not under."""
     covered = {finding.signal for finding in others}
     return (finding for finding in some if finding.signal not in covered)
 
@@ -239,7 +236,6 @@ def _sums_by_line(module: Module, signal: str, measure: Callable[[Computation, I
 
 
 def _unexplained(sent: Sequence[Collective], formulas: Sequence[Expected]) -> Iterator[Finding]:
-    """Signals that send notably more than the formulas say."""
     total = sum(c.total_bytes for c in sent)
     # Collectives are sorted by their bytes, so the signal with the largest one comes first.
     for signal in dict.fromkeys(c.signal for c in sent):

@@ -4,17 +4,13 @@ A multiply-add is two FLOPs. Element-wise work is left out: it is bound by memor
 whole arrays, so the counts are of all devices together, however XLA shares the work. Invariant: the sum over phases is the sum over all
 matmuls, none counted twice.
 
-FLOPs are counted in three places, because there are three questions:
+FLOPs are counted in three places, which agree in a step without attention, recompute, pipeline and repeated work:
 
-- Here, from the traced program: what does the step compute? Recompute is a separate phase. `executed` includes what a pipeline's stages
-  compute in their bubbles and drop, and the empty rows of experts; `useful` has neither. Attention's scores count in full, also
-  behind a causal mask, since XLA computes all of them; cuDNN's kernel skips the masked half, so half of them count.
-- `jgt.planner.hlo.kernels`, from XLA's text: what does each device compute? Work that several devices repeat counts on each of them, which
-  is how the finding `computed-alike` is made. XLA has dropped matmuls whose results are not used and merged equal ones. cuDNN's
+- Here, from the traced program: what the step computes. Attention's scores count in full, also behind a causal mask, since XLA computes all
+  of them; cuDNN's kernel skips the masked half, so half of them count.
+- `jgt.planner.hlo.kernels`, from XLA's text: what each device computes. Work that several devices repeat counts on each of them. cuDNN's
   backward kernel computes the scores once more, so it counts five matmuls, where the traced program counts four.
-- The caller's `Workload`, from the model's sizes: what does the model need? It is the numerator of MFU, to compare with other trainers.
-
-So the three agree, but for the few parameters of norms, in a step without attention, recompute, pipeline and repeated work.
+- The caller's `Workload`, from the model's sizes: what the model needs. It is the numerator of MFU.
 """
 
 from __future__ import annotations
@@ -93,7 +89,6 @@ def _dots(
 
 
 def _repeats(equation: Equation) -> int:
-    """The number of runs of the programs inside an equation."""
     params = equation.params
     if jx.is_scan(equation):
         return params["length"]

@@ -1,11 +1,9 @@
 """The layout of a program: its parameters, the axes that split its batch, and the changes of layout that XLA warns of.
 
-A plan wants a table of parameters, with their specs and their bytes on one device. But jgt plans any function: its first argument is one
-tree in which parameters, moments and step counters lie side by side. Their use distinguishes them. An array that the model reads under
-a signal is a parameter; one that only the optimizer reads is its state. A parameter's moments have its shape and the end of its path, so
-that `opt_state/0/mu/layers/up` belongs to `params/layers/up`, and their sharding is the sharding of the gradient.
-
-Invariant: a function without signals has parameters too. Then every array of its first argument that holds floats is one.
+The first argument of a planned function is one tree of parameters, moments and step counters. An array that the model reads under a signal
+is a parameter; one that only the optimizer reads is its state. A parameter's moments have its shape and the end of its path, so that
+`opt_state/0/mu/layers/up` belongs to `params/layers/up`, and their sharding is the sharding of the gradient. Without any signals, every
+array of the first argument that holds floats is a parameter.
 """
 
 from __future__ import annotations
@@ -126,7 +124,6 @@ def _dims(a: Argument) -> Dims:
 
 
 def _common_end(a: str, b: str) -> int:
-    """The number of names that two paths have in common at their ends."""
     pairs = zip(reversed(a.split("/")), reversed(b.split("/")), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -1,9 +1,8 @@
 """The memory of one device: arguments, what the backward pass keeps of the forward pass, and XLA's totals.
 
-XLA reports totals: arguments, outputs, temporaries and a peak. They decide whether a step fits, but not what to change. Rules can change
-two parts, which are read here. The arguments are grouped into parameters, optimizer state and inputs. The activations are read
-from the schedule of the main computation: an array that a forward instruction makes and a backward instruction reads is alive in
-between. It belongs to the signal that made it, or, if a loop made it, to the signal inside the loop's body.
+XLA reports totals: arguments, outputs, temporaries and a peak. Rules can change two parts, which are read here. The arguments are grouped
+into parameters, optimizer state and inputs. An activation is an array that a forward instruction of the main computation makes and a
+backward instruction reads. It belongs to the signal that made it, or, if a loop made it, to the signal inside the loop's body.
 
 Invariant: activations and gradients are parts of the temporaries, but XLA reuses buffers, so their sum may exceed the total.
 """

@@ -1,8 +1,8 @@
 """The timeline of a step: when the device computes or waits, and when its links are busy.
 
-A step runs loops in loops, thousands of kernels in all, so a single line of it shows nothing. The timeline is therefore a short list of
-panels. The first is the whole step, in which a loop is one block. The next is one trip of the loop that takes longest, and so on, until
-a trip contains no loop. The last panel is usually one layer, and shows which collectives hide behind which kernels.
+A step runs thousands of kernels in loops in loops. So the first panel is the whole step, in which a loop is one block. The next is one trip
+of the loop that takes longest, and so on, until a trip contains no loop. The last panel is usually one layer, and shows which collectives
+hide behind which kernels.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """A plan: what XLA will do with a function on a mesh, signal by signal, before anything runs.
 
-The specs in a rules file say where arrays lie. They do not say what follows from that: which collectives XLA inserts, how much memory
-a step needs, how long it takes. XLA decides all of it when it compiles the program, and the compiled text records it. So a plan compiles
-the function from shapes, for hardware that need not exist, and reads the result back: collectives and their bytes, memory, FLOPs, and
-the seconds that the schedule should take. Every row carries a signal, because a signal is what a rule can change.
+XLA decides which collectives it inserts, how much memory a step needs and in which order it runs, and the compiled text records it. So a
+plan compiles the function from shapes, for hardware that need not exist, and reads the result back. Every row carries a signal, because a
+signal is what a rule can change.
 
 Read `plan` first, then `read_plan`, which calls each part of this package once. Invariant: rows add up. The bytes of all signals are
 the bytes of the whole program, and their times are the time of the step.
@@ -134,7 +133,6 @@ class Plan:
 
 
 def _rounded(value: object) -> object:
-    """A plain value whose numbers have `_DIGITS` significant digits."""
     if isinstance(value, float):
         # A whole number keeps its digits: FLOPs are compared exactly.
         return value if value.is_integer() else float(f"{value:.{_DIGITS}g}")
@@ -233,7 +231,6 @@ def _error(target: Target | None, module: Module, memory: Memory) -> float | Non
 
 
 def _caveat(memory: Memory) -> str:
-    """Why the step's time means nothing; empty if it means something."""
     if memory.fits is not False:
         return ""
     return (
@@ -243,7 +240,6 @@ def _caveat(memory: Memory) -> str:
 
 
 def _rounds(module: Module, mesh: Mapping[str, int], sent: Sequence[Collective]) -> Iterator[str]:
-    """The cost of further rounds of the exchanges of experts."""
     rounds = [number for i in module.instructions() if i.op == "while" and (number := possible_rounds(i.op_name)) is not None]
     if rounds:
         with_another = collectives(module, mesh, math.prod(mesh.values()), further_rounds=1)

@@ -1,8 +1,7 @@
 """The costs of each signal in one row: parameters, activations, bytes sent, FLOPs and time.
 
-Other files measure each of these: bytes from the compiled text, FLOPs from both programs, time from the schedule. Here they are joined
-by the name of the signal, `layers/attn`. JAX hoists constants out of loops, and their instructions keep only the end of the name,
-`attn`. `full_signal` restores it if exactly one known signal ends so.
+They are joined by the name of the signal, `layers/attn`. JAX hoists constants out of loops, and their instructions keep only the end of the
+name, `attn`. `full_signal` restores it if exactly one known signal ends so.
 """
 
 from __future__ import annotations

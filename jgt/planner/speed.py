@@ -1,9 +1,7 @@
 """The speed of a predicted step: tokens/s, MFU and cost; and the schedule of its pipeline.
 
-A program does not contain how many tokens a step has, how many FLOPs the model needs without recompute and with half of the scores under a
-causal mask, or what an hour of a GPU costs. Its caller knows, and puts it into a `Workload`. MFU then is the figure of a run's log and of
-papers: the model's own FLOPs over the peak of all devices in bf16. Without a workload, the FLOPs of the traced program take their place,
-in which all scores count that XLA computes.
+The caller puts what the program does not contain into a `Workload`. MFU is the model's own FLOPs over the peak of all devices in bf16;
+without a workload, the FLOPs of the traced program take their place, in which all scores count that XLA computes.
 """
 
 from __future__ import annotations

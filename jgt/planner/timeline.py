@@ -191,7 +191,6 @@ class Timeline:
 
     @property
     def _is_shared(self) -> bool:
-        """Whether the devices share a processor."""
         return self._network is not None and self._network.chip.devices is not None
 
     def _compute(self, run: _Run, computation: Computation, spot: Spot, instruction: Instruction) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jgt.planner.needs.sends import CPU, GPU, is_gather, sent
+from jgt.planner.needs.equations import Backend, is_gather, sent
 from jgt.program import jaxpr as jx
 
 SIZES = {"data": 2, "tensor": 4, "alone": 1}
@@ -39,13 +39,13 @@ def collectives(fn):
 )
 def test_each_collective_sends_its_ring(fn, axes, rings):
     (equation,) = collectives(fn)
-    assert sent(equation, SIZES, GPU) == (axes, NUM_BYTES * rings)
+    assert sent(equation, SIZES, Backend(is_gpu=True)) == (axes, NUM_BYTES * rings)
     # Every float travels in four bytes.
-    assert sent(equation, SIZES, CPU) == (axes, 2 * NUM_BYTES * rings)
+    assert sent(equation, SIZES, Backend(is_gpu=False)) == (axes, 2 * NUM_BYTES * rings)
     assert is_gather(equation) == (rings == 3)
 
 
 def test_over_one_device_and_without_a_collective_nothing_is_sent():
     summed, doubled = collectives(lambda x: jax.lax.psum(x, "alone") * 2)[-2:]
-    assert sent(summed, SIZES, GPU) is None
-    assert sent(doubled, SIZES, GPU) is None
+    assert sent(summed, SIZES, Backend(is_gpu=True)) is None
+    assert sent(doubled, SIZES, Backend(is_gpu=True)) is None

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jgt.planner.needs.views import View, contractions, into, out_of, through
+from jgt.planner.needs.equations import View, contractions, into, out_of, through
 from jgt.program import jaxpr as jx
 
 STACK = View(0, (("stage",), ("fsdp",), ("tensor",)), Fraction(1))

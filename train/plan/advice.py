@@ -1,8 +1,7 @@
 """Advice: which key of a run would make its step faster, or make it fit, and what that would save.
 
-A plan contains what the cost of a step consists of, so it also shows what a step without a part of it would cost: with half of the
-bubble, or with gradients of half the bytes. Each piece of advice is such a calculation from the plan's own figures. It names one key, its
-new value, and the milliseconds or bytes that this saves. These are estimates: a plan of the changed run has the answer.
+Each piece of advice is a calculation from the plan's own figures: the cost of a step with half of the bubble, or with gradients of half
+the bytes. These are estimates: a plan of the changed run has the answer.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from jgt.planner import Workload
 
 _WORTHWHILE = 0.01
 """Advice that saves less than this share of the step is left out."""
-_MAX_ADVICE = 5
-_MAX_PARTS = 64
-"""The most parts of a batch that advice about memory asks for."""
+_MAX_ADVICE, _MAX_PARTS = 5, 64
+"""The most pieces of advice, and the most parts of a batch that one asks for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +65,6 @@ class Adviser:
         return tuple(sorted(useful, key=lambda a: -a.saves_ms)[:_MAX_ADVICE])
 
     def _value(self, key: str) -> object:
-        """The value of a key; None if the run has no such key."""
         return self.settings[key].value if key in self.settings else None
 
     def _saving(self, key: str, text: str, *, ms: float = 0.0, num_bytes: int = 0, where: str = "") -> Saving:
@@ -96,7 +93,6 @@ class Adviser:
                 return
 
     def _bubble(self) -> Iterator[Saving]:
-        """More microbatches, or more chunks of layers on a stage."""
         schedule, lost = self.plan.schedule, self.plan.parts_ms.get("bubble", 0.0)
         if schedule is None or not lost or not schedule.bubble:
             return
@@ -130,7 +126,6 @@ class Adviser:
             yield self._saving(key, f"{again}. Less recompute saves up to that", ms=lost)
 
     def _gradients(self) -> Iterator[Saving]:
-        """Gradients in half of the bytes."""
         if "optimizer.gradients" not in self.settings or self._value("optimizer.gradients") == "bf16":
             return
         sums = ("all-reduce", "reduce-scatter")
@@ -149,7 +144,6 @@ class Adviser:
         yield self._saving("train.accumulate", f"{text} and needs about {amount(kept, 'B')} more memory", ms=saved)
 
     def _attention(self) -> Iterator[Saving]:
-        """Scores that travel to memory and back."""
         if self._value("model.attention") == "xla":
             attention = [row.roofline_ms for row in self.plan.signals if "attn" in row.signal]
             saved = sum(max(parts.get("memory", 0) - parts.get("matmul", 0), 0) for parts in attention)
@@ -157,7 +151,6 @@ class Adviser:
             yield self._saving("model.attention", text + amount(saved / 1e3, "s"), ms=saved)
 
     def _overlap(self) -> Iterator[Saving]:
-        """Collectives of tensor parallelism beside matmuls."""
         for row in self.plan.signals:
             over = [c for c in self.plan.collectives if c.signal == row.signal and c.axes == ("tensor",)]
             saved = min(self.plan.waiting_ms(over), row.roofline_ms.get("matmul", 0.0))

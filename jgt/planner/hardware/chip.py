@@ -138,7 +138,6 @@ def read_chip(path: str | Path, changes: Sequence[str] = ()) -> Chip:
 
 
 def _figures(node: Node) -> Iterator[str]:
-    """The dotted keys of a chip file's numbers."""
     for child in node.children.values():
         if child.children:
             yield from _figures(child)

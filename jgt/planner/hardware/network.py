@@ -75,7 +75,6 @@ class Network:
             units = list({(self._domain(link, device)): (self._domain(link, device), device) for _, device in units}.values())
 
     def _domain(self, link: Link, device: int) -> int:
-        """The number of the domain of a link that a device is in."""
         if link.domain == "all":
             return 0
         host = self.hosts[device]

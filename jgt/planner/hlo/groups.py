@@ -12,10 +12,9 @@ that devices which differ only in `stage` exchange data:
 A collective-permute has pairs instead, `source_target_pairs={{0,1},{1,0}}`. XLA's own axis names say nothing about the user's mesh, so
 every notation is expanded to device numbers, and an axis counts as involved if members of a group differ in it.
 
-What the numbers mean depends on two attributes. A program can run as several replicas of several partitions; JAX always makes one
-replica. With `channel_id` (a number that all devices use for the same collective) and `use_global_device_ids=true` they are devices; for
-all-gather, all-reduce and reduce-scatter with a `channel_id` alone, they are replicas, each with all its partitions, so that
-`{{0}}` is every device (GetCollectiveOpGroupMode in xla/service/collective_ops_utils.h).
+JAX always makes one replica of several partitions. With `channel_id` (a number that all devices use for the same collective) and
+`use_global_device_ids=true` they are devices; for all-gather, all-reduce and reduce-scatter with a `channel_id` alone, they are replicas,
+each with all its partitions, so that `{{0}}` is every device (GetCollectiveOpGroupMode in xla/service/collective_ops_utils.h).
 """
 
 from __future__ import annotations

@@ -64,7 +64,6 @@ def kernel_cost(module: Module, computation: Computation, instruction: Instructi
 
 
 def _attention(computation: Computation, instruction: Instruction) -> AttentionWork | None:
-    """The work of a call of a library's attention."""
     if instruction.op != "custom-call":
         return None
     arrays = [array for name in instruction.operands[:1] for array in computation.instructions[name].arrays]
@@ -113,7 +112,6 @@ def _matmul(left: Array, result: Array, contracted: int, batch: int) -> MatmulWo
 
 
 def _numbers(pattern: re.Pattern[str], instruction: Instruction) -> tuple[int, ...]:
-    """The numbers of a list in a call's configuration; empty if it has none."""
     found = pattern.search(instruction.text)
     return tuple(int(n) for n in re.findall(r"\d+", found[1])) if found else ()
 
@@ -163,7 +161,6 @@ def _behind_bitcasts(fused: Computation, users: list[Instruction]) -> Iterator[I
 
 
 def _without_bitcasts(fused: Computation, name: str) -> Instruction:
-    """The instruction that a value comes from, through bitcasts."""
     at = fused.instructions[name]
     while at.op == "bitcast":
         at = fused.instructions[at.operands[0]]

@@ -11,9 +11,9 @@ An instruction names a stack frame, and tables in the header of the text say wha
 
     %dot = f32[2,32]{1,0} dot(...), metadata={op_name="..." stack_frame_id=2}
 
-Frame 2 is line 44 of my_model.py, called from frame 1, line 97 of my_step.py. XLA prints a parent as its frame's number plus one, so that
-a frame without a parent appears to be its own. Of the chain, the innermost line that is neither in an installed package nor in jgt is
-the answer: JAX's and Flax's own lines would be true and useless. Older versions of XLA write `source_file="..." source_line=44` instead.
+Frame 2 is line 44 of my_model.py, called from frame 1, line 97 of my_step.py. XLA prints a parent as its frame's number plus one, so that a
+frame without a parent appears to be its own. The answer is the innermost line that is neither in an installed package nor in jgt. Older
+versions of XLA write `source_file="..." source_line=44` instead.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class Lines:
 
     @cached_property
     def _frames(self) -> dict[int, str]:
-        """The file:line to show for each stack frame."""
         rows = {number: _fields(row) for number, row in self._tables.get("StackFrames", {}).items()}
         # Only if parents are printed plus one does some frame appear to be its own parent.
         shift = int(any(row.get("parent_frame_id") == number for number, row in rows.items()))
@@ -52,7 +51,6 @@ class Lines:
         files = {number: row.strip('"') for number, row in self._tables.get("FileNames", {}).items()}
 
         def chain(number: int) -> Iterator[str]:
-            """The lines from a frame outwards; a malformed table may have a cycle."""
             seen: set[int] = set()
             while number in rows and number not in seen:
                 seen.add(number)

@@ -102,7 +102,6 @@ def _combined_names(op_name: str) -> list[str]:
 
 
 def _split(text: str) -> list[str]:
-    """The parts between colons that are outside brackets."""
     parts, depth = [""], 0
     for character in text:
         depth += (character == "(") - (character == ")")

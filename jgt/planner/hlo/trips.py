@@ -75,7 +75,6 @@ def _limit(module: Module, condition: str, index: int) -> int | None:
 
 
 def _element(module: Module, spot: Spot, index: int) -> _Sum | None:
-    """An element of a tuple."""
     whole = module.at(spot)
     if whole.op != "tuple" or index >= len(whole.operands):
         return None

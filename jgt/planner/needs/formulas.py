@@ -1,31 +1,23 @@
 """The bytes that a layout has to send, by textbook formulas, to compare with those that the compiled program does send.
 
-A compiled program shows how many bytes it sends, but not how many it should. The layout alone answers that. Take a weight of B bytes,
-sharded over an axis `fsdp` of n devices that also splits the batch: each device stores b = B / n, has to gather the weight before it
-multiplies its own rows with it, and has to add its gradient to the gradients of the other devices. `usage` counts how often each
-parameter is used, which matmuls leave partial sums, and what the program sends itself; the formulas here turn these counts into bytes.
-
-One device sends, by the ring algorithms of `jgt.planner.hlo.collectives`: (n-1) b in an all-gather of shards of b bytes, (n-1)/n B in a
-reduce-scatter of an array of B bytes, and twice that in an all-reduce, which is a reduce-scatter followed by an all-gather. Hence:
+`usage` counts how often each parameter is used, which matmuls leave partial sums, and what the program sends itself. The formulas turn
+that into bytes. By the ring algorithms of `jgt.planner.hlo.collectives` a device sends (n-1) b in an all-gather of shards of b bytes,
+(n-1)/n B in a reduce-scatter of an array of B bytes, and twice that in an all-reduce. Hence:
 
 ZeRO-3 (arXiv 1910.02054, section 7). A parameter of b bytes on each device, sharded over n devices that split the batch, is gathered
-    once for the forward pass and once for the backward pass (or the recompute before it): (n-1) b each. Its gradient has B = n b
-    bytes before it is reduce-scattered: (n-1)/n B = (n-1) b.
+    once for the forward pass and once for the backward pass: (n-1) b each. Its gradient is reduce-scattered: (n-1)/n n b = (n-1) b.
 ZeRO-1. A parameter whose optimizer state is sharded over k devices, while the parameter is not, has its gradient reduce-scattered,
-    (k-1)/k b, and is gathered after the update, when each device has b/k of it: (k-1) b/k. A parameter that is stored like its state
-    and gathered at the start of the step sends the same, in the type that it is read in.
+    (k-1)/k b, and is gathered after the update: (k-1) b/k. One that is stored like its state is gathered when the step starts instead.
 Data parallelism. The m devices that split the batch and neither of the two all-reduce the gradient: 2 (m-1)/m b.
 Tensor parallelism (Megatron-LM, arXiv 1909.08053, section 3). A matmul that contracts a dim that is sharded over n devices leaves a
     partial sum on each. Adding up partial sums of B bytes takes an all-reduce: 2 (n-1)/n B.
 Sequence parallelism (arXiv 2205.05198, section 4.2). The sum stays split: a reduce-scatter, (n-1)/n B, and an all-gather before the next
-    matmul, (n-1)/n B. The operand of a matmul is kept in parts, so that the recompute gathers it once more for the gradient of the
-    weights: (n-1)/n B.
+    matmul, (n-1)/n B. The recompute gathers the operand of a matmul once more for the gradient of the weights: (n-1)/n B.
 Replicas (`jgt.replacements`). The program says how many numbers a device has of a sum over R replicas. Their all-reduce sends 2 (R-1)/R
     times their bytes, in the type in which they travel. In int8 the program names the collectives itself.
 shard_map. The program names its collectives itself, so their bytes follow from the ring algorithms.
 
-Invariant: bytes that no formula covers (losses, norms, small constants) are never counted, so a program may send a little more than
-the formulas say. A finding is due only beyond a margin. All counts are of a training step: gradients count for every parameter.
+No formula covers losses, norms and small constants, so a program may send a little more. All counts are of a training step.
 """
 
 from __future__ import annotations
@@ -37,7 +29,7 @@ from fractions import Fraction
 
 from jgt.planner.hlo.origin import NONE
 from jgt.planner.layouts import OPTIMIZER, Parameter
-from jgt.planner.needs.sends import Backend, MeshAxes, all_reduced
+from jgt.planner.needs.equations import Backend, MeshAxes, all_reduced
 from jgt.planner.needs.usage import ParameterUse, PartialSum, Usage
 from jgt.program.dims import num_parts
 
@@ -63,8 +55,10 @@ def expected(params: Sequence[Parameter], usage: Usage) -> tuple[Expected, ...]:
         signal = p.signals[0] if p.signals else NONE
         for axes, count, formula in [*_gathers(p, use, mesh, usage.batch), *_gradients(p, use, mesh, reduced, backend)]:
             rows[signal, axes, formula] += round(count)
-        axes, count = _update(p, mesh)
-        rows[OPTIMIZER, axes, "parameters gathered after their update"] += count
+        # ZeRO-1: each device updates its part of a parameter, by its part of the optimizer state, and the parts are gathered.
+        more = tuple(a for a in mesh if mesh[a] > 1 and a in _axes(p.state_dims) - _axes(p.dims))
+        k = num_parts(more, mesh)
+        rows[OPTIMIZER, more, "parameters gathered after their update"] += (k - 1) * p.local_bytes // k
     for partial in usage.partial_sums:
         rows[partial.signal, partial.axes, "all-reduce of partial sums"] += round(_partial_bytes(partial, mesh, backend))
     # A formula over a single device gives 0.
@@ -72,13 +66,14 @@ def expected(params: Sequence[Parameter], usage: Usage) -> tuple[Expected, ...]:
 
 
 def _gathers(p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: MeshAxes) -> Iterator[tuple[MeshAxes, Fraction, str]]:
-    """ZeRO-3: the parameter is gathered wherever it is used."""
     # A parameter that the program gathers itself is counted there, as shard_map's.
     if use.is_gathered:
         return
     axes = tuple(a for a in batch if a in _axes(p.dims) - use.held)
     # shard_map brings a parameter into its region once, however often it is used inside.
-    times = Fraction(1) if use.is_manual else use.forward + use.again
+    # A recompute gathers it for the backward pass too, so the larger of the two counts.
+    again = max(use.counts["recompute"], use.counts["backward"])
+    times = Fraction(1) if use.is_manual else use.counts["forward"] + again
     brought = tuple(a for a in axes if a in use.brought)
     rest = tuple(a for a in axes if a not in use.brought)
     n, k = num_parts(brought, mesh), num_parts(rest, mesh)
@@ -99,19 +94,12 @@ def _gradients(
     zero1 = tuple(a for a in batch if a in scattered - stored)
     whole = tuple(a for a in batch if a not in scattered | stored)
     n, k, m = (num_parts(axes, mesh) for axes in (zero3, zero1, whole))
-    sent = use.forward * p.local_bytes * use.width
+    sent = use.counts["forward"] * p.local_bytes * use.width
     # A CPU's all-reduce sends twice as much as a reduce-scatter.
     passes = 1 if backend.is_gpu else 2
     yield zero3, sent * (n - 1) * passes, "gradients reduce-scattered"
     yield zero1, sent * Fraction(k - 1, k) * passes, "gradients reduce-scattered"
     yield whole, sent * all_reduced(m), "gradients all-reduced"
-
-
-def _update(p: Parameter, mesh: Mapping[str, int]) -> tuple[MeshAxes, int]:
-    """ZeRO-1: each device updates its part of a parameter, by its part of the optimizer state, and the parts are gathered."""
-    more = tuple(a for a in mesh if mesh[a] > 1 and a in _axes(p.state_dims) - _axes(p.dims))
-    k = num_parts(more, mesh)
-    return more, (k - 1) * p.local_bytes // k
 
 
 def _partial_bytes(partial: PartialSum, mesh: Mapping[str, int], backend: Backend) -> Fraction:

@@ -1,13 +1,11 @@
 """The uses of parameters in a traced program, and the bytes that it has to send for values in between.
 
-The formulas ask three questions of a program. How often is each parameter used, forward and backward? Which matmuls contract a sharded
-dim, so that devices hold partial sums? What does the program send itself, inside shard_map? One walk over the traced program answers
-all three. It follows each parameter through whatever takes it alone (`views`) to the matmuls and look-ups that consume it, and follows
-partial sums until something needs the whole: XLA adds two of them over the same axes first, a cast or a reshape leaves them partial, and
-a constraint that splits the result makes the sum a reduce-scatter.
+One walk over the traced program follows each parameter through whatever takes it alone to the matmuls and look-ups that consume
+it. It follows the partial sums of matmuls over sharded dims until something needs the whole: XLA adds two of them over the same axes first,
+a cast or a reshape leaves them partial, and a constraint that splits the result makes the sum a reduce-scatter.
 
-Invariant: counts are of one step. Each is multiplied by the trips of the loops around it, and by the share of the ticks in which a pipeline
-takes the branch around it. Partial sums are followed within one program only, because XLA reduces them before they leave a loop.
+Counts are of one step: times the trips of loops, and the share of the ticks in which a pipeline takes the branch. Partial sums are followed
+within one program only, because XLA reduces them before they leave a loop.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from typing import NamedTuple
 from jgt.planner.compiled import Compiled
 from jgt.planner.hlo.origin import EXCHANGED, NONE, phase_of, signal_of
 from jgt.planner.layouts import Parameter, batch_axes
-from jgt.planner.needs.sends import CPU, GPU, Backend, MeshAxes, all_reduced, is_gather, sent
-from jgt.planner.needs.views import View, Views, contractions, into, out_of, through
+from jgt.planner.needs.equations import Backend, MeshAxes, View, Views, all_reduced, contractions, into, is_gather, out_of, sent, through
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, num_parts, sharding_dims
 from jgt.program.jaxpr import Equation, Program, Var
@@ -54,16 +51,6 @@ class ParameterUse:
     brought: set[str] = field(default_factory=set[str])
     held: set[str] = field(default_factory=set[str])
 
-    @property
-    def forward(self) -> Fraction:
-        """The number of uses in the forward pass."""
-        return self.counts["forward"]
-
-    @property
-    def again(self) -> Fraction:
-        """The number of uses afterwards. A recompute gathers it for the backward pass too, so the larger of the two counts."""
-        return max(self.counts["recompute"], self.counts["backward"])
-
 
 @dataclass
 class PartialSum:
@@ -87,7 +74,7 @@ Sums = dict[Var, tuple[PartialSum, bool]]
 def carry(equation: Equation, sums: Sums, partial_sums: list[PartialSum], *, adds_first: bool) -> None:
     """Follows a partial sum through an equation that leaves it partial, and marks one that a constraint splits.
 
-    partial_sums: all of the program. adds_first: whether XLA adds partial sums to each other before it reduces them.
+    partial_sums: all of the program. adds_first: whether XLA adds two partial sums before it reduces them.
     """
     kind, operands = equation.primitive.name, [sums[a] for a in equation.invars if jx.is_var(a) and a in sums]
     if not operands or kind not in (*_ADDS, *_KEEPS_PARTIAL):
@@ -120,12 +107,10 @@ class _Scope(NamedTuple):
 
     @property
     def runs(self) -> Fraction:
-        """The number of runs of the equation in a step."""
         return self.times * taken_share(self.name)
 
     @property
     def signal(self) -> str:
-        """The signal that the equation belongs to."""
         return signal_of(self.name)
 
 
@@ -134,7 +119,7 @@ def usage_of(compiled: Compiled, params: Sequence[Parameter]) -> Usage:
     positions = {a.path: n for n, a in enumerate(compiled.arguments) if a.position == 0}
     invars = jx.body(compiled.program).invars
     views = {invars[positions[p.path]]: View(index, p.dims, Fraction(1)) for index, p in enumerate(params)}
-    backend, batch = GPU if compiled.is_described else CPU, batch_axes(compiled, params)
+    backend, batch = Backend(compiled.is_described), batch_axes(compiled, params)
     usage = Usage(mesh=dict(compiled.mesh.shape), batch=batch, backend=backend, parameters=[ParameterUse() for _ in params])
     usage.read(compiled.program, _Scope("", Fraction(1), batch), views)
     return usage
@@ -196,14 +181,12 @@ class Usage:
             self.sent[scope.signal, collective[0], "shard_map"] += scope.runs * collective[1]
 
     def _hold(self, var: Var, dims: Dims, scope: _Scope, views: Views) -> None:
-        """A parameter that a call of experts reads, each device its own part."""
         if var in views:
             view, use = views[var], self.parameters[views[var].index]
             use.held.update(axis for axes in dims for axis in axes)
             use.counts[phase_of(scope.name)] += view.times * view.share * taken_share(scope.name)
 
     def _enter(self, equation: Equation, inner: Program, scope: _Scope, views: Views) -> None:
-        """Reads a program inside an equation, and follows the parameters into it and out of it."""
         # shard_map makes some axes manual: inside, shapes are one device's along them.
         manual = equation.params.get("newly_manual_axes", ())
         times = scope.times * equation.params["length"] if jx.is_scan(equation) else scope.times
@@ -238,11 +221,9 @@ class Usage:
                 sums[equation.outvars[0]] = partial, True
 
     def _local_bytes(self, var: Var, scope: _Scope) -> Fraction:
-        """The bytes of a value on one device, whose rows the batch splits."""
         return Fraction(self.backend.bytes_of(var), num_parts(scope.batch, self.mesh))
 
     def _follow(self, equation: Equation, scope: _Scope, views: Views) -> None:
-        """Follows a parameter through an equation that changes only its shape, type, layout or name."""
         step = through(equation, views, scope.times)
         if step is None:
             return
@@ -257,10 +238,7 @@ class Usage:
         views[out] = view
 
     def _regather(self, equation: Equation, scope: _Scope, laid: dict[Var, Dims]) -> None:
-        """Counts the values that a constraint splits and the next one makes whole again, in the recompute.
-
-        laid: the dims of constrained values.
-        """
+        """Counts the values that a constraint splits and the next one makes whole again, in the recompute. laid: the dims of both."""
         kind = equation.primitive.name
         if kind not in ("sharding_constraint", "name", "convert_element_type"):
             return

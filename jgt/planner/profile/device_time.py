@@ -1,8 +1,7 @@
 """Device time by signal: how long each signal's kernels and collectives took in the steps that were traced.
 
-A trace names instructions, not signals. The text of the compiled program knows the signal and the phase of every instruction
-(`jgt.planner.hlo.origin`), so joining the two by name gives each event an owner. Time is then divided among the owners (`overlap`)
-such that a step's time is the sum of all rows: signals, idle time, and `(other)` for device work that is not the step's.
+A trace names instructions. The text of the compiled program knows the signal and the phase of each of them. Time is then divided among the
+owners (`overlap`) such that a step's time is the sum of all rows: signals, idle time, and `(other)` for device work that is not the step's.
 
 Idle time between two steps has two causes with different remedies. If the host dispatched the next step in time, the device or its
 runtime is slow to start it. If it did not, the host is late: data, Python or a checkpoint kept it from asking.
@@ -170,7 +169,6 @@ class _Reader:
         return event.may_contain and self._is_of_program(event) and self._module.at(self._module.spots[event.instruction]).op in CONTROL
 
     def _owner(self, name: str) -> tuple[Origin, bool]:
-        """The origin of an instruction, and whether it is a collective."""
         if name not in self._owners:
             spot = self._module.spots[name]
             signal, phase = origin_at(self._module, spot)
@@ -197,7 +195,6 @@ def _pauses(events: Sequence[Event], num_steps: int) -> list[tuple[float, float]
 
 
 def _overlap(some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
-    """The time that is both in one of some stretches and in one of others."""
     return sum(max(0.0, min(end, until) - max(start, since)) for start, end in some for since, until in others)
 
 

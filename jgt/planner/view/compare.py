@@ -1,7 +1,6 @@
 """Two plans side by side: their layouts, their speed, what their time is spent on, and what they send.
 
-The two differ in what the user changed, so that comes first: mesh, schedule and specs. Then come the totals, and after them only what is
-different. Changes are computed from all digits, and shown beside figures that have fewer.
+What the user changed comes first: mesh, schedule and specs. Changes are computed from all digits, and shown beside figures with fewer.
 """
 
 from __future__ import annotations
@@ -88,7 +87,6 @@ class Differences:
 
 
 def _print(console: Console, title: str, columns: list[str], texts: int, rows: Iterable[tuple[str, ...]]) -> None:
-    """Prints a table, unless it is empty."""
     table = Console.table(title, columns, texts)
     for row in rows:
         # rich would read the brackets of a spec as markup in a str.
@@ -122,7 +120,6 @@ def _change(x: float | None, y: float | None) -> str:
 
 
 def _shown(name: str, x: float | None) -> str:
-    """A total in the unit of its name."""
     if x is None:
         return ""
     if name == "step_time_ms":

@@ -1,7 +1,6 @@
 """The largest costs of a plan: what each is bound by, and the rules file's key that would change it.
 
-A cost is the time of a signal's kernels, or of waiting for its collectives; without times, the bytes of a collective. `advice` computes
-what a change gives. Costs are there even where nothing can be computed, because whoever wants a faster step has to begin with them.
+A cost is the time of a signal's kernels, or of waiting for its collectives; without times, the bytes of a collective.
 """
 
 from __future__ import annotations

@@ -54,7 +54,6 @@ def _text(value: object) -> str:
 
 
 def _timeline(plan: Plan) -> str:
-    """The step on the device and its links, from the whole step to one trip of its innermost loop. Widths are percentages."""
     signals = [row.signal for row in plan.signals]
     return "".join(_panel(panel, signals) for panel in plan.timeline)
 

@@ -1,11 +1,8 @@
 """A plan for people: on the terminal, as a page, beside another plan, and as a lock.
 
-A change of a rule, of a model or of XLA can change what a step sends, and nothing fails. A lock makes it fail: a text file in the
-repository with a line for each signal, kind of collective, type and axes. It contains only what a person would want to decide on. Lines
-of the program, phases and times are left out, because a refactoring moves lines and a new XLA schedules differently.
-
-Invariant: two plans of the same program have the same lock, so `--check` is silent unless something is sent, stored or computed
-differently.
+A lock is a text file with a line for each signal, kind of collective, type and axes, so that a change of what a step sends is noticed.
+Lines of the program, phases and times are left out, because a refactoring moves lines and a new XLA schedules differently. Two plans of the
+same program have the same lock.
 """
 
 from __future__ import annotations

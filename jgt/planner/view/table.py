@@ -1,10 +1,7 @@
 """A plan for a person, in the terminal: the step and its speed, tables, findings, advice, and the largest costs.
 
-A plan is long, and its reader has one question: what should I change? So the text goes from the whole to the detail. First the step in
-a few lines, what its time is spent on and what its memory holds; then what travels over each axis beside what the formulas say, and a line
-for each signal; after that what is wrong, and what would help.
-
-Invariant: rows that are too small to matter are left out, but totals count them.
+The text goes from the whole to the detail, and ends with what is wrong and what would help. Rows that are too small to matter are left out,
+but totals count them.
 """
 
 from __future__ import annotations
@@ -197,7 +194,6 @@ def memory_rows(plan: Plan) -> list[tuple[str, int]]:
 
 
 def _axes(plan: Plan) -> Table:
-    """The bytes sent over each mesh axis, beside the formulas' figure."""
     timed = bool(plan.links_ms) and plan.step_time_ms is not None
     table = Console.table(
         "Sent over each axis, by one device in a step", ["axes", "formula", "compiled", *(["time", "exposed"] if timed else [])], 1

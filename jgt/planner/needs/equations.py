@@ -1,23 +1,29 @@
-"""Arrays made of exactly one parameter, and the equations that read them.
+"""What single equations of a traced program mean for a layout: the parameters that they read, and the bytes that they send.
 
-A program seldom reads a parameter as it is stored. It slices a layer off a stack, casts it, transposes it, pins it with a constraint. A
-matmul still reads that parameter in the end, or a part of it. A `View` is such a part, with the mesh axes over which each dim is split.
+A program slices a layer off a stack of parameters, casts it, transposes it, pins it with a constraint, and then multiplies by it. A `View`
+is such a part of one parameter, with the mesh axes over which each dim is split. The trail ends where another array is involved. A scan
+over four stacked layers makes four views of a quarter each: one use in all.
 
-Invariant: a view is made of one parameter alone, so that the mesh axes of its dims follow from the layout. The trail ends where another
-array is involved. A scan over four stacked layers makes four views of a quarter each: one use in all.
+Collectives of shard_map, and replaced pieces of program, are equations with the mesh axes in them. The bytes of one device and one run
+follow from their operands and the ring algorithms. Only the size of a number on the wire depends on XLA's backend.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+import jax.numpy as jnp
+
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, sharding_dims
-from jgt.program.jaxpr import Equation, Var
+from jgt.program.jaxpr import Atom, Equation, Var
+from jgt.replacements.device_plan import plan_of
+
+MeshAxes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -60,10 +66,7 @@ def out_of(view: View, atom: Var, outer: Var, times: Fraction) -> View | None:
 
 
 def through(equation: Equation, views: Mapping[Var, View], times: Fraction) -> tuple[Var, View] | None:
-    """The one view that an equation takes, and the view that it makes of it.
-
-    None if it does more than change the shape, type, layout or name.
-    """
+    """The view that an equation takes, and what it makes of it; None if it does more than change its shape, type, layout or name."""
     # Scalars do not count as arrays: a parameter times a constant is still a view of it.
     sources = [a for a in equation.invars if jx.is_var(a) and a in views]
     arrays = [a for a in equation.invars if jx.shape_of(a)]
@@ -94,7 +97,6 @@ def contractions(equation: Equation, views: Mapping[Var, View]) -> Iterator[tupl
 
 
 def _dims_after(equation: Equation, dims: Dims, before: tuple[int, ...], after: tuple[int, ...]) -> Dims | None:
-    """The mesh axes of the dims after an equation; None if they cannot be known."""
     if equation.primitive.name == "sharding_constraint":
         return sharding_dims(equation.params["sharding"], len(after))
     if equation.params.get("permutation") is not None:
@@ -105,3 +107,60 @@ def _dims_after(equation: Equation, dims: Dims, before: tuple[int, ...], after: 
     ends = zip(reversed(before), reversed(after), strict=False)
     same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
     return ((),) * (len(after) - same) + dims[len(dims) - same :] if same else None
+
+
+@dataclass(frozen=True)
+class Backend:
+    """XLA's backend for GPUs or for CPUs.
+
+    On GPUs, bf16 travels as bf16, partial sums are added to each other before they are reduced, and reduce-scatters exist. On CPUs, every
+    float travels in at least 4 bytes, each partial sum is reduced, and an all-reduce takes the place of a reduce-scatter: each device
+    keeps a part of its result, which a later reader has to gather again.
+    """
+
+    is_gpu: bool
+
+    def bytes_of(self, atom: Atom) -> int:
+        """The bytes of a value on the wire."""
+        return math.prod(jx.shape_of(atom)) * self.item_bytes(atom)
+
+    def item_bytes(self, atom: Atom) -> int:
+        """The bytes of one number of a value on the wire."""
+        dtype = jx.dtype_of(atom)
+        is_widened = not self.is_gpu and jnp.issubdtype(dtype, jnp.floating)
+        return max(dtype.itemsize, 4) if is_widened else dtype.itemsize
+
+
+_ALL_GATHERS = ("all_gather", "all_gather_invariant")
+_RINGS: dict[str, Callable[[int], Fraction]] = {
+    **dict.fromkeys(("psum", "psum_invariant"), lambda n: Fraction(2 * (n - 1), n)),
+    **dict.fromkeys(_ALL_GATHERS, lambda n: Fraction(n - 1)),
+    **dict.fromkeys(("reduce_scatter", "all_to_all"), lambda n: Fraction(n - 1, n)),
+    "ppermute": lambda n: Fraction(1),
+}
+"""The bytes that a device sends in each collective of shard_map over n devices, as a multiple of its operand's."""
+
+
+def all_reduced(num_devices: int) -> Fraction:
+    """The bytes that a device sends in an all-reduce, as a multiple of its operand's."""
+    return _RINGS["psum"](num_devices)
+
+
+def is_gather(equation: Equation) -> bool:
+    """Whether an equation is an all-gather of shard_map."""
+    return equation.primitive.name in _ALL_GATHERS
+
+
+def sent(equation: Equation, mesh: Mapping[str, int], backend: Backend) -> tuple[MeshAxes, Fraction] | None:
+    """The mesh axes of a collective and the bytes that a device sends in it; None if the equation sends nothing itself."""
+    if (plan := plan_of(equation)) is not None:
+        return plan.sent(equation, mesh, backend.bytes_of)
+    ring = _RINGS.get(equation.primitive.name)
+    if ring is None:
+        return None
+    named = equation.params.get("axes", equation.params.get("axis_name", ()))
+    axes = tuple(a for a in mesh if a in (named if isinstance(named, tuple | list) else (named,)) and mesh[a] > 1)
+    if not axes:
+        return None
+    size = sum(backend.bytes_of(v) for v in equation.invars if jx.dtype_of(v) is not None)
+    return axes, size * ring(math.prod(mesh[a] for a in axes))
