@@ -129,7 +129,9 @@ def read(folder: Path, key: Key | None = None) -> Manifest:
     if what != stat.S_IFREG:
         raise BrokenError(f"{NAME} is {_ODD_KINDS.get(what, 'a folder')}")
     try:
-        values = json.loads(patiently(lambda: _read_bytes(path), path))
+        if patiently(path.stat, path).st_size > _MAX_BYTES:
+            raise ValueError(f"the file is larger than {_MAX_BYTES:,} bytes")
+        values = json.loads(patiently(path.read_bytes, path))
         if problem := None if key is None else key.problem(_check_kind(dict, values)):
             raise UnsignedError(problem)
         return _parse(values)
@@ -190,15 +192,6 @@ def _files(folder: Path) -> list[Path]:
                 raise BrokenError(f"{name} is {_ODD_KINDS.get(what, 'no longer there')}")
     # Only at the top: a file of this name in a folder of Orbax's belongs to the step.
     return sorted(path for path in files if path.name not in (NAME, f"{NAME}.new") or path.parent != folder)
-
-
-def _read_bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
-        # One byte more than allowed shows that there is more.
-        content = file.read(_MAX_BYTES + 1)
-    if len(content) > _MAX_BYTES:
-        raise ValueError(f"the file is larger than {_MAX_BYTES:,} bytes")
-    return content
 
 
 def _read_entry(folder: Path, path: Path, *, sha256: bool) -> FileEntry:
