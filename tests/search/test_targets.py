@@ -159,3 +159,11 @@ def test_options_of_a_search_are_refused_without_one(capsys):
     text = capsys.readouterr().err
     assert "--tokens needs --search" in text
     assert "--write needs --search" in text
+
+
+@pytest.mark.parametrize("option", ["--top=0", "--top=many", "--time=-1", "--time=nan"])
+def test_numbers_of_a_search_that_cannot_be(option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["run.yaml", "--search", option])
+    assert ended.value.code == 2
+    assert f"command line: {option.partition('=')[0]}: must be a" in capsys.readouterr().err

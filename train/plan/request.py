@@ -68,7 +68,7 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--free", action="store_true", help="search what the file sets, too; values on the command line stay")
     group.add_argument("--time", type=seconds, default=_SECONDS, metavar="S", help=f"seconds that a search may take ({_SECONDS})")
     group.add_argument(
-        "--top", type=whole_number, default=_TOP, metavar="N", help=f"layouts that fit to plan at least, and to show ({_TOP})"
+        "--top", type=whole_number(), default=_TOP, metavar="N", help=f"layouts that fit to plan at least, and to show ({_TOP})"
     )
     group.add_argument("--write", metavar="FILE", help="write the best layout as a run's file, which plan, check and train take")
     group.add_argument("--picture", metavar="FILE", help="draw all layouts by time and memory as a PNG; needs matplotlib (extra plot)")
