@@ -48,26 +48,20 @@ def constraint_equations(
 
     like: an equation whose place the new ones share: the same signals and, inside a shard_map, the same mesh context.
     """
-    in_shard_map = like is not None and manual_mesh(like) is not None
-
-    def constrained(x: jax.Array) -> jax.Array:
-        return constrain(x, forward, backward)
-
-    if forward == backward:
-        # The traced result has lost the weak type and the varying axes of `var`, and a scan around would not accept it as a
-        # carry any more. So only the equation is used, with a result that has the aval of `var`.
-        new = jx.new_var_like(var)
-        plain = _plain_equation(jx.shape_of(var), jx.dtype_of(var), backward, like if in_shard_map else None)
-        return [_placed_like(plain.replace(invars=[var], outvars=[new]), like)], new
-    # The result of a custom_vjp is used as it is traced, so its trace needs the exact aval.
-    return traced_equations(constrained, var, like)
+    if forward != backward:
+        # The result of a custom_vjp is used as it is traced, so its trace needs the exact aval.
+        return traced_equations(lambda x: constrain(x, forward, backward), var, like)
+    # The traced result has lost the weak type and the varying axes of `var`, and a scan around would not accept it as a
+    # carry any more. So only the equation is used, with a result that has the aval of `var`.
+    new = jx.new_var_like(var)
+    with _context_of(like):
+        plain = _traced_equation(jx.shape_of(var), jx.dtype_of(var), backward, trace_context())
+    return [_placed_like(plain.replace(invars=[var], outvars=[new]), like)], new
 
 
 def traced_equations(fn: Callable[[jax.Array], jax.Array], var: Var, like: Equation | None) -> tuple[list[Equation], Var]:
     """The equations of a function of a variable, and the variable of its result. like: as above."""
-    in_shard_map = like is not None and manual_mesh(like) is not None
-    # As below.
-    with like.ctx.manager if like is not None and in_shard_map else contextlib.nullcontext():
+    with _context_of(like):
         inner = jx.body(jax.make_jaxpr(fn)(var.aval))
     (invar,), (out,) = inner.invars, inner.outvars
     assert jx.is_var(out)
@@ -75,14 +69,10 @@ def traced_equations(fn: Callable[[jax.Array], jax.Array], var: Var, like: Equat
     return [_placed_like(e, like) for e in eqns], out
 
 
-def _plain_equation(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, like: Equation | None) -> Equation:
-    """The equation of a constraint on a value of this shape and dtype, to be used with other variables; `like` is inside a shard_map."""
-    if like is None:
-        return _traced_equation(shape, dtype, sharding, trace_context())
+def _context_of(like: Equation | None) -> contextlib.AbstractContextManager[object]:
     # JAX records the mesh context in each equation while it traces. A constraint inside a shard_map needs the context of its
     # neighbours, in which the manual axes are manual.
-    with like.ctx.manager:
-        return _traced_equation(shape, dtype, sharding, trace_context())
+    return contextlib.nullcontext() if like is None or manual_mesh(like) is None else like.ctx.manager
 
 
 # Unrolled layers repeat few shapes many times, and a trace for each of their constraints would take as long as the model's own.

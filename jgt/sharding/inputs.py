@@ -19,7 +19,7 @@ import numpy as np
 from jgt.document import nearest
 from jgt.program.dims import Dims
 from jgt.rules import Match, Rules, SpecRule
-from jgt.sharding.paths import KeyPath, Shaped, path_text
+from jgt.sharding.paths import KeyPath, path_text
 
 StateArguments = str | int | Iterable[str | int] | None
 """The names or positions of the arguments that are state."""
@@ -27,11 +27,14 @@ StateArguments = str | int | Iterable[str | int] | None
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """An array among the arguments besides the parameters. name: as messages have it. paths: the paths by which a rule may name it."""
+    """An array among the arguments besides the parameters. name: as messages have it. paths: the paths by which a rule may name it.
+
+    x: the array, a tracer or a shape in its place.
+    """
 
     name: str
     paths: tuple[str, ...]
-    x: Shaped
+    x: jax.ShapeDtypeStruct
     is_state: bool = False
 
     @property
@@ -73,7 +76,7 @@ class Signature:
             names_and_positions |= {names[position]} if isinstance(position, int) and position < len(names) else set()
         return cls(names=names, state=frozenset(names_and_positions))
 
-    def input(self, path: KeyPath, x: Shaped, *, is_state: bool = False) -> Input:
+    def input(self, path: KeyPath, x: jax.ShapeDtypeStruct, *, is_state: bool = False) -> Input:
         """The input at this path, whose first two keys are 0 or 1 (positional or by keyword) and the position or the keyword."""
         below = path_text(path[2:])
         roots = self._roots(path_text(path[1:2]))

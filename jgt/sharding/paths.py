@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
 
@@ -10,22 +10,8 @@ KeyPath = tuple[Any, ...]
 """The keys that lead to a leaf, as jax.tree_util has them."""
 
 
-class Shaped(Protocol):
-    """An array, a tracer or a ShapeDtypeStruct."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The size of each dim."""
-        ...
-
-    @property
-    def dtype(self) -> Any:
-        """A numpy dtype, or the dtype of random keys."""
-        ...
-
-
-Named = tuple[KeyPath, Shaped]
-"""An array of a call with its key path, which begins with its place among the arguments."""
+Named = tuple[KeyPath, jax.ShapeDtypeStruct]
+"""An array of a call, a tracer or a shape in its place, with its key path, which begins with its place among the arguments."""
 
 
 def named_leaves(tree: object) -> tuple[list[tuple[KeyPath, Any]], Any]:

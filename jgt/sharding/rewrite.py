@@ -25,7 +25,7 @@ from jgt.replacements.replacement import ParameterPlace, Policy, Replacement, Si
 from jgt.rules import Rules, SaveRule
 from jgt.sharding.answers import Answers
 from jgt.sharding.placement import Surroundings
-from jgt.sharding.saves import SavePolicy, actions_of, save_policy
+from jgt.sharding.saves import SavePolicy
 
 
 def rewrite(
@@ -57,7 +57,7 @@ def rewrite(
     new_program, saves = rewriter.program(program, Place(), pinned, eqns)
     # Names that no scan and no checkpoint contains make the whole function one region.
     if saves and applies:
-        new_program = wrap_in_checkpoint(new_program, save_policy(saves), in_scan=False)
+        new_program = wrap_in_checkpoint(new_program, SavePolicy.of(saves), in_scan=False)
     return new_program, rewriter.answers
 
 
@@ -78,7 +78,7 @@ def rewrite_part(
         sharding = rewriter.sharding(dims)
         rewriter.layouts[jx.body(program).invars[index]] = sharding, sharding
     new, saves = rewriter.program(program, place)
-    return wrap_in_checkpoint(new, save_policy(saves), in_scan=True) if saves else new
+    return wrap_in_checkpoint(new, SavePolicy.of(saves), in_scan=True) if saves else new
 
 
 class _Rewriter:
@@ -164,7 +164,7 @@ class _Rewriter:
             new, inner_saves = self.program(inner, place, guarded=guarded or jx.is_remat(equation), policies=inside)
             if inner_saves and jx.is_scan(equation) and not guarded:
                 # The body of a layer scan becomes one region: what it saves is saved once per layer.
-                return wrap_in_checkpoint(new, save_policy(inner_saves), in_scan=True) if self._applies else new
+                return wrap_in_checkpoint(new, SavePolicy.of(inner_saves), in_scan=True) if self._applies else new
             self.answers.add_saves(saves, inner_saves)
             return new
 
@@ -172,7 +172,7 @@ class _Rewriter:
         # A checkpoint of the model takes the rules of all names inside it, so none are left for a region around it.
         if saves and jx.is_remat(equation):
             params = params or dict(equation.params)
-            params["policy"] = SavePolicy(actions_of(saves), around=params["policy"])
+            params["policy"] = SavePolicy.of(saves, params["policy"], named=False)
             saves = {}
         invars = [renamed.get(a, a) if jx.is_var(a) else a for a in equation.invars]
         if any(a is not b for a, b in zip(invars, equation.invars, strict=True)):

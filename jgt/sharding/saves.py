@@ -23,12 +23,18 @@ class SavePolicy:
     """A remat policy by tensor name.
 
     around: the policy that decides about values without an action; None: they are recomputed. named: a named value without an
-    action is kept, as the rules of a region that jgt made speak only of some names.
+    action is kept, as the rules of a region that jgt made speak only of some names. actions: by name, in an order that does not depend on
+    the program.
     """
 
     actions: tuple[tuple[str, Action], ...]
     around: Policy | None = None
     named: bool = False
+
+    @classmethod
+    def of(cls, saves: Mapping[str, SaveRule], around: Policy | None = None, *, named: bool = True) -> SavePolicy:
+        """The policy of a region for these rules, by default of one that jgt makes."""
+        return cls(tuple(sorted((name, rule.action) for name, rule in saves.items())), around, named)
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive.name == "name":
@@ -39,16 +45,6 @@ class SavePolicy:
             if self.named:
                 return _policy_of("keep", params["name"])(primitive, *avals, **params)
         return self.around(primitive, *avals, **params) if self.around is not None else False
-
-
-def save_policy(saves: Mapping[str, SaveRule]) -> SavePolicy:
-    """The policy of a region that jgt makes for these rules."""
-    return SavePolicy(actions_of(saves), named=True)
-
-
-def actions_of(saves: Mapping[str, SaveRule]) -> tuple[tuple[str, Action], ...]:
-    """The action of each name, in an order that does not depend on the program."""
-    return tuple(sorted((name, rule.action) for name, rule in saves.items()))
 
 
 def _policy_of(action: Action, name: str) -> Policy:
