@@ -34,7 +34,7 @@ class Input:
 
     name: str
     paths: tuple[str, ...]
-    x: jax.ShapeDtypeStruct
+    x: jax.Array | jax.ShapeDtypeStruct
     is_state: bool = False
 
     @property
@@ -76,7 +76,7 @@ class Signature:
             names_and_positions |= {names[position]} if isinstance(position, int) and position < len(names) else set()
         return cls(names=names, state=frozenset(names_and_positions))
 
-    def input(self, path: KeyPath, x: jax.ShapeDtypeStruct, *, is_state: bool = False) -> Input:
+    def input(self, path: KeyPath, x: jax.Array | jax.ShapeDtypeStruct, *, is_state: bool = False) -> Input:
         """The input at this path, whose first two keys are 0 or 1 (positional or by keyword) and the position or the keyword."""
         below = path_text(path[2:])
         roots = self._roots(path_text(path[1:2]))

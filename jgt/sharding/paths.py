@@ -10,7 +10,7 @@ KeyPath = tuple[Any, ...]
 """The keys that lead to a leaf, as jax.tree_util has them."""
 
 
-Named = tuple[KeyPath, jax.ShapeDtypeStruct]
+Named = tuple[KeyPath, jax.Array | jax.ShapeDtypeStruct]
 """An array of a call, a tracer or a shape in its place, with its key path, which begins with its place among the arguments."""
 
 
