@@ -1,8 +1,7 @@
 """A run's placement, without training: the check needs no devices, the dry run compiles the step on them.
 
-Both build the same `Setup` as training does, so that they find the same problems and print the same table. The check traces the loss on a
-mesh without devices: it says in seconds, on any machine, whether rules, mesh and shapes fit. The dry run opens the data and compiles the
-training step on the real devices, and reports the memory that XLA says the step needs.
+Both build the `Setup` of training, so they find the same problems. The check traces the loss on a mesh without devices: in seconds, on any
+machine, it shows whether rules, mesh and shapes fit. The dry run opens the data and reports the memory that XLA says the step needs.
 """
 
 from __future__ import annotations

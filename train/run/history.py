@@ -1,8 +1,8 @@
 """The configs of a run: config.yaml is the one that trains, and `configs/` keeps each one that trained before it.
 
-A run may be started with other values than before: a new learning rate, a larger batch, another mesh. Overwriting the config would lose the
-values that the steps so far were trained with. So a start that trains copies the former config to `configs/` before it replaces it, under
-the step at which the values changed, and reports each changed key. The identity of the data, data.json, is kept beside it.
+A run may be started with other values than before. Overwriting the config would lose the values that the steps so far were trained with. So
+a start that trains copies the former config to `configs/` before it replaces it, under the step at which the values changed, and reports
+each changed key. The identity of the data, data.json, is kept beside it.
 
 The invariant: a start that trains no step changes no file here, and a kill at any moment loses no config.
 """

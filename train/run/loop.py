@@ -95,8 +95,11 @@ class Loop:
         why = "done" if position.step >= last else self.watch.stop_signal or "peer"
         lost = {"lost": lost} if (lost := lost_records(self.screen, self.records)) else {}
         self.records.event("stop", time.time(), 0.0, step=position.step, why=why, **lost)
-        if position.step > first:
-            self._summarize(position, time.perf_counter() - begun)
+        if position.step > first and self.lock is not None:
+            tokens, samples = tokens_per_sample(self.setup), position.samples
+            tokens = None if tokens is None else tokens * samples
+            for line in describe_end(self._config.run.path, seconds=time.perf_counter() - begun, tokens=tokens, samples=samples):
+                self.screen.say(line)
         return position
 
     @property
@@ -109,13 +112,6 @@ class Loop:
         self.setup = self.setup.with_epochs(samples, position.step, position.samples)
         if epochs is not None:
             self.screen.say(f"{epochs:g} epochs of {samples:,} samples are {self.num_steps:,} steps")
-
-    def _summarize(self, position: Position, seconds: float) -> None:
-        if self.lock is not None:
-            tokens = tokens_per_sample(self.setup)
-            tokens = None if tokens is None else tokens * position.samples
-            for line in describe_end(self._config.run.path, seconds=seconds, tokens=tokens, samples=position.samples):
-                self.screen.say(line)
 
     def _replace_config(self, step: int) -> None:
         """This start trains: its config is the run's from here on."""

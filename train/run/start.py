@@ -183,7 +183,7 @@ class Feed:
         self._data, self._shardings, self._element = data, setup.batch_shardings, setup.program.element
         self._batch = setup.run.config.train.batch
         # Held-out data without padding is read in batches that leave out few of its samples, and that the mesh still divides.
-        shards = max(_num_shards(sharding, (self._batch, *self._element[name].shape)) for name, sharding in self._shardings.items())
+        shards = max(self._batch // self._shardings[name].shard_shape(x.shape)[0] for name, x in setup.batch_shapes.items())
         is_whole = setup.objective.is_of_whole_batches
         self.eval_batch = self._batch if is_whole else data.eval_batch(self._batch, shards)
         few = f"{setup.run.where('data')}: data.source: {data.eval_sequences} held-out samples are fewer than"
@@ -229,7 +229,3 @@ def local_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> list[int]:
     # Not batch / processes, because devices of several processes may hold the same rows.
     indices = sharding.addressable_devices_indices_map(shape).values()
     return sorted({row for index in indices if index is not None for row in range(*index[0].indices(shape[0]))})
-
-
-def _num_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> int:
-    return shape[0] // sharding.shard_shape(shape)[0]

@@ -1,10 +1,9 @@
 """The loss and the gradient of a batch: how its parts (`train.accumulate`) and the devices that split it add up.
 
 A gradient is a sum over all devices that split the batch. Along an axis that splits parameters too, each part needs it at once, because
-no device has room for whole gradients. Along any other axis it can wait until the last part is done: the devices are replicas there
-(`Replicas`), each adds up the gradients of its rows, and the sum crosses the axis once, with the bytes of a batch without parts. The
-loss has to be a sum over rows for this. Each device then holds a whole sum in f32 for each parameter that it has, also with ZeRO-1, which
-keeps only a part of it afterwards.
+no device has room for whole gradients. Along any other axis it can wait until the last part is done, if the loss is a sum over rows: the
+devices are replicas there, each adds up the gradients of its rows, and the sum crosses the axis once, with the bytes of a batch without
+parts. Each device then holds a whole sum in f32 for each parameter that it has, also with ZeRO-1, which keeps only a part of it afterwards.
 
 The axis of `sync: {every: 1}` is the first of these. Numbers cross it in another type (`wire`), or one step late: then a step adds up the
 gradients of the step before, which needs nothing that it computes itself, in the scan over layers where that is possible.

@@ -1,10 +1,9 @@
 """Applies an optimizer's update to all parameters at once, or to one after another while their moments live in the host's memory.
 
 AdamW's two moments take twice the memory of the parameters, and are used for a few milliseconds of each step. With
-`optimizer.offload: host` they stay in the host's memory in between. To bring all of them at once would need the memory that offloading
-saves, so the parameters are updated in turn: moments come to the device, the parameter is updated, moments go back, and only then does the
-next transfer begin. The numbers are bit-equal to an update of all at once, because an optimizer's update of one parameter does not read
-the others (clipping, which does, happens before).
+`optimizer.offload: host` they stay in the host's memory in between. All of them together would need the memory that offloading saves, so
+the parameters are updated in turn, and moments go back before the next ones come. The numbers are bit-equal to an update of all at once,
+because an optimizer's update of one parameter does not read the others; clipping does, and happens before.
 """
 
 from __future__ import annotations
