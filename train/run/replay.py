@@ -1,11 +1,11 @@
 """Recomputes a step of a run twice, and says whether a fault in it comes from the data, the code, or the machine.
 
-A loss that jumps or becomes NaN looks the same in the log, whether samples spoil the step, the model diverges, or hardware computes wrongly.
-But a run is deterministic bit for bit. From the checkpoint before the step, with the run's own program and data, all steps up to the step
-are trained twice. If the two passes differ in a single bit, the machine (or a kernel that is not deterministic) is at fault. If they agree
-with each other but not with the log, the machine was at fault then, or something has changed since. If they agree with the log too, the
-fault is reproducible: then the loss of each sample, under the parameters before the step, shows whether only some of its samples are
-extreme (the data) or the next step's samples as well (the code).
+A loss that jumps looks the same in the log, whether samples spoil the step, the model diverges, or hardware computes wrongly. But a run is
+deterministic bit for bit. From the checkpoint before the step, with the run's own program and data, all steps up to the step are trained
+twice. If the two passes differ in a single bit, the machine (or a kernel that is not deterministic) is at fault. If they agree with each
+other but not with the log, the machine was at fault then, or something has changed since. If they agree with the log too, the fault is
+reproducible: then the loss of each sample, under the parameters before the step, shows whether only some of its samples are extreme (the
+data) or the next step's samples as well (the code).
 
 The invariant: nothing is written to the run directory.
 """
