@@ -1,9 +1,8 @@
 """Step times, measured on finished work.
 
-JAX dispatches asynchronously: a jitted step returns at once, with arrays that the devices compute later. A clock around the call would
-measure how fast Python can enqueue work, and waiting for every step would let the devices idle while the host prepares the next one. So the
-host runs a few steps ahead of the devices (`InFlight`), and a step ends when its result is first seen to be finished. The time between two
-such ends is the time of the steps between them (`StepClock`).
+JAX dispatches asynchronously: a clock around a step's call would measure how fast Python can enqueue work, and waiting for every step would
+let the devices idle while the host prepares the next one. So the host runs a few steps ahead of the devices (`InFlight`), and a step ends
+when its result is first seen to be finished. The time between two such ends is the time of the steps between them (`StepClock`).
 
 The host sees the end of a step at once only if it waits for it. If it was busy meanwhile, it finds the step finished, perhaps with several
 others: they ended at some moment since the host last looked. So each end comes with the seconds by which it may have been earlier, and a
@@ -47,8 +46,8 @@ class InFlight:
     """The results (trees of arrays) of dispatched steps, oldest first. At most `limit` of them are unfinished while the host continues."""
 
     def __init__(self, limit: int):
-        self._results: collections.deque[Any] = collections.deque()
-        self._ends: collections.deque[tuple[float, float]] = collections.deque()
+        self._results = collections.deque[Any]()
+        self._ends = collections.deque[tuple[float, float]]()
         """(at, late) of the oldest results, as far as they were seen to be finished."""
         self._limit, self._looked = limit, time.perf_counter()
 
@@ -105,10 +104,9 @@ class StepClock:
     """Measures the seconds per step between laps, without pauses. `done` is the number of steps before the first one measured."""
 
     def __init__(self, done: int = 0) -> None:
-        self._warm = done + WARMUP_STEPS
-        self._ends: collections.deque[tuple[int, float, float]] = collections.deque(maxlen=_ENDS)
+        self._warm, self._paused = done + WARMUP_STEPS, 0.0
+        self._ends = collections.deque[tuple[int, float, float]](maxlen=_ENDS)
         """The step, the time without pauses, and the uncertainty of each end."""
-        self._paused = 0.0
 
     def lap(self, step: int, at: float, late: float = 0.0) -> float | None:
         """Seconds per step since the last lap that is long enough to be measured; None if there is none, as in the warm-up steps.
@@ -136,8 +134,8 @@ class StepClock:
 class Stretches:
     """Writes the time spent in steps as events, one for each stretch of about ten seconds.
 
-    An event per step would fill the disk of a fast run, and one for the whole run would be lost if the process is killed. `done` is
-    the number of steps before the first stretch; note(begun, seconds, **details) writes an event.
+    An event per step would fill the disk of a fast run, and one for the whole run would be lost if the process is killed. done: the steps
+    before the first stretch. note(begun, seconds, **details) writes an event.
     """
 
     def __init__(self, done: int, note: Callable[..., None]):

@@ -1,11 +1,8 @@
 """The line of a logged step: as many of its metrics as fit the width of the screen.
 
-A line that the terminal breaks is not read any more. Steps, loss, tokens, speed, memory, MFU and the time left are what a person looks for,
-and fit 80 columns even for long runs. Whatever else is logged (a loss of the user's own may return metrics under any name) is shown while
-there is room, in this order: the metrics of the loss, then grad_norm, lr, the time of a step, and the epoch.
-
-Room is counted for what a line will have later, too: the first steps have no speed yet, and columns should not come and go. All metrics are
-in the files, whatever the width is.
+Steps, loss, tokens, speed, memory, MFU and the time left are what a person looks for, and fit 80 columns even for long runs. Whatever else
+is logged is shown while there is room, in this order: metrics that the loss returns, grad_norm, lr, the time of a step, and the epoch. Room
+is counted for what a line will have later, too: the first steps have no speed yet, and columns should not come and go.
 """
 
 from __future__ import annotations
@@ -14,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _GAP = 2
-_NOT_SHOWN = ("tokens_per_s", "samples_per_s", "memory_bytes", "memory_peak_bytes", "memory_limit_bytes", "time", "samples", "step")
+_SPEEDS = ("tokens_per_s", "samples_per_s")
+_NOT_SHOWN = (*_SPEEDS, "tokens", "samples", "memory_bytes", "memory_peak_bytes", "memory_limit_bytes", "time", "step")
 """Metrics that are part of another column, or of no interest in a line."""
 _PART = "eval_loss/"
 """What the loss on one part of a mixture begins with."""
@@ -29,13 +27,12 @@ def step_line(step: int, total: int, metrics: Mapping[str, Any], width: int) -> 
     step and loss alone are.
     """
     known = {name: value for name, value in metrics.items() if isinstance(value, int | float) and not isinstance(value, bool)}
-    head = [f"step {step:>{len(str(total))}}/{total}", *(_text(name, known[name]) for name in ("loss", "eval_loss") if name in known)]
+    head = [f"step {step:>{len(str(total))}}/{total}", *_named(known, "loss", "eval_loss")]
     main = list(filter(None, [_amount(known), _speed(known), _memory(known), *_named(known, "mfu", "eta_s")]))
-    others = [name for name in known if name not in (*_NOT_SHOWN, "loss", "eval_loss", "tokens", "mfu", "eta_s", *_LAST)]
-    reserved = _reserved(known)
+    others = [name for name in known if name not in (*_NOT_SHOWN, *_ESSENTIAL, *_LAST)]
     extra: list[str] = []
-    for text in _named(known, *others, *(name for name in _LAST if name in known)):
-        if len(_joined([*head, *extra, text, *main])) + reserved > width:
+    for text in _named(known, *others, *_LAST):
+        if len(_joined([*head, *extra, text, *main])) + _reserved(known) > width:
             break
         extra.append(text)
     parts = [*head, *extra, *main]
@@ -53,7 +50,7 @@ def _reserved(known: Mapping[str, float]) -> int:
     """The columns that this line lacks, and others have."""
     if "eval_loss" in known:
         return 0
-    has_speed = "tokens_per_s" in known or "samples_per_s" in known
+    has_speed = any(name in known for name in _SPEEDS)
     # Whether there is an MFU is known with the speed. Devices with memory statistics are likely to have one.
     missing = [(not has_speed, _SPEED), (not has_speed and "memory_bytes" in known, _MFU), ("eta_s" not in known, _TIME_LEFT)]
     return sum(width + _GAP for is_missing, width in missing if is_missing)

@@ -55,7 +55,7 @@ class Records:
         self._loads = [] if process else [JsonLines(folder / LOADS)]
         events = folder / (f"events-{process}.jsonl" if process else "events.jsonl")
         self._events = Sink(events.name, AppendedFile(events).write)
-        self._sample = Sink("sample.txt", lambda text: _write_text(folder / "sample.txt", text))
+        self._sample = Sink("sample.txt", lambda text: (folder / "sample.txt").write_bytes(text.encode()))
 
     @property
     def lost(self) -> dict[str, int]:
@@ -102,7 +102,3 @@ class Records:
         """No more metrics will come. Waits for services, but not for ever."""
         for logger in self._loggers:
             logger.close()
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

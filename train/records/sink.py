@@ -28,7 +28,7 @@ _LONGEST_LINE = 1 << 20
 class Sink:
     """A place to which records go, or are lost. name: for messages. write: writes a record, or raises OSError or ValueError."""
 
-    def __init__(self, name: str, write: Callable[[Any], None]):
+    def __init__(self, name: str, write: Callable[[Any], object]):
         self.name, self._write = name, write
         self.lost = 0
         """The number of records that could not be written."""

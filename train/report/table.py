@@ -1,8 +1,7 @@
 """Prints a run's accounts as tables: the goodput, what the rest of the time was spent on, the starts, and the speed.
 
 The reader of a run asks first how much of the time counted, and what took the rest. So the goodput is the first line, the causes follow by
-their size, and only then come the starts, the speed and the stragglers. Tables that could be long show their last or their largest rows;
-the JSON has all of them. Nothing is measured here: every number follows from `Accounts`, so tables and JSON cannot disagree.
+their size, and only then come the starts, the speed and the stragglers. Every number follows from `Accounts`, so tables and JSON agree.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ from .accounts import CAUSES, NO_RECORD, Accounts
 from .events import StartSummary
 from .loads import MARGIN, describe_loads
 
-MAX_STARTS = 20
-"""The rows of the table of starts. The JSON has all."""
-MAX_PROCESSES = 8
-"""The rows of the table of stragglers."""
-MAX_COLUMNS = 100
+_MAX_STARTS, _MAX_PROCESSES = 20, 8
+"""The rows of the tables of starts and of stragglers. The JSON has all."""
+_MAX_COLUMNS = 100
 """The width of the heat map of experts, with its margin."""
-BAR = 30
+_BAR = 30
 """The width of a bar for all of wall time, in characters."""
 
 
@@ -38,8 +35,8 @@ def print_accounts(accounts: Accounts) -> None:
     table = Console.table("Wall time", ["spent on", "seconds", "share", ""], 1, _causes(accounts, block))
     table.columns[-1].justify = "left"
     console.print(table)
-    left_out = max(0, len(accounts.starts) - MAX_STARTS)
-    title = f"Starts, the last {MAX_STARTS} of {len(accounts.starts)}" if left_out else "Starts"
+    left_out = max(0, len(accounts.starts) - _MAX_STARTS)
+    title = f"Starts, the last {_MAX_STARTS} of {len(accounts.starts)}" if left_out else "Starts"
     columns = ["", "began (UTC)", "ended", "lasted", "from step", "to step", "processes", "devices"]
     console.print(Console.table(title, columns, 3, [_start(n, s) for n, s in enumerate(accounts.starts[left_out:], left_out + 1)]))
     speed = accounts.throughput
@@ -47,13 +44,13 @@ def print_accounts(accounts: Accounts) -> None:
     rows = [[name, *("" if rate is None else amount(rate) for rate in both)] for name, both in rates.items()]
     console.print(Console.table("Speed", ["", "in steps that count", "in wall time"], 1, rows))
     if accounts.stragglers is not None:
-        busiest = accounts.stragglers.processes[:MAX_PROCESSES]
+        busiest = accounts.stragglers.processes[:_MAX_PROCESSES]
         rows = [[str(busy.process), busy.host or "", _milliseconds(busy.step_s)] for busy in busiest]
         console.print(Console.table("Stragglers: own work of each host", ["process", "host", "per step"], 2, rows))
     for line in _closing_lines(accounts):
         console.print(line, soft_wrap=True)
     if accounts.experts is not None:
-        width = min(console.width, MAX_COLUMNS) - MARGIN
+        width = min(console.width, _MAX_COLUMNS) - MARGIN
         for line in describe_loads(accounts.experts, width, is_ascii=console.options.ascii_only):
             console.print(line, soft_wrap=True)
 
@@ -64,7 +61,7 @@ def _causes(accounts: Accounts, block: str) -> Iterator[list[str]]:
     for cause, part in sorted(accounts.causes.items(), key=lambda row: (row[0] != "steps", -row[1].seconds)):
         if part.seconds or cause == "steps":
             label = f"{CAUSES[cause]} ({accounts.steps_redone:,})" if cause == "redone" else CAUSES[cause]
-            yield [label, f"{part.seconds:,.1f}", f"{part.share:.1%}", block * round(BAR * part.share)]
+            yield [label, f"{part.seconds:,.1f}", f"{part.share:.1%}", block * round(_BAR * part.share)]
     yield ["all", f"{accounts.wall_s:,.1f}", "", ""]
 
 

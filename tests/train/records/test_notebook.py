@@ -7,9 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from train.records import notebook
-from train.records.console import Screen
-from train.records.notebook import Notebook, find_notebook
+from train.records import console
+from train.records.console import Notebook, Screen, find_notebook
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,7 +38,7 @@ def cell(monkeypatch):
     """The cell of a notebook whose clock stands still."""
     cell, now = Cell(), SimpleNamespace(seconds=100.0)
     cell.now = now
-    monkeypatch.setattr(notebook.time, "monotonic", lambda: now.seconds)
+    monkeypatch.setattr(console.time, "monotonic", lambda: now.seconds)
     return cell
 
 

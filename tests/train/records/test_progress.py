@@ -39,7 +39,7 @@ def test_further_metrics_of_the_loss_are_logged_and_shown(setup, tmp_path, read_
 
 def test_inputs_that_are_no_tokens_are_counted_in_samples(setup, tmp_path, read_rows, capsys):
     images = {"inputs": jax.ShapeDtypeStruct((8, 8, 3), jnp.float32), "targets": jax.ShapeDtypeStruct((), jnp.int32)}
-    follow(dataclasses.replace(setup, element=images), tmp_path)
+    follow(dataclasses.replace(setup, program=dataclasses.replace(setup.program, element=images)), tmp_path)
     row = read_rows(tmp_path / "run" / "metrics.jsonl")[-1]
     assert "tokens" not in row and "tokens_per_s" not in row
     assert row["samples"] == 64 and row["mfu"] is None and "samples_per_s" in row
