@@ -121,11 +121,45 @@ CUDNN = CustomKernel(
 )
 
 
+def _mosaic_traced_flops(primitive: str, params: Mapping[str, object], shapes: Sequence[Shape]) -> int:
+    return _grouped_flops(shapes)
+
+
+def _mosaic_compiled_flops(text: str, first: Shape) -> int:
+    operands = re.search(r"operand_layout_constraints=\{(.*?\})\}", text)
+    return _grouped_flops([tuple(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", operands[1])] if operands else ())
+
+
+def _grouped_flops(shapes: Sequence[Shape]) -> int:
+    """The FLOPs of a grouped matmul from the shapes of its operands; 0 for another kernel.
+
+    Lists come first, such as the sizes of groups, and two arrays last: [n, k] and [e, k, m], or for the gradient of weights [n, k] and
+    [n, m].
+    """
+    *lists, left, right = shapes if len(shapes) > 2 else ((), (), ())
+    if not lists or len(left) != 2 or any(len(shape) != 1 for shape in lists):
+        return 0
+    if len(right) == 2 and right[0] == left[0]:
+        return 2 * left[0] * left[1] * right[1]
+    return 2 * left[0] * right[1] * right[2] if len(right) == 3 and left[1] in right[1:] and lists[0] == right[:1] else 0
+
+
+MOSAIC = CustomKernel(
+    name="mosaic",
+    # JAX's kernels for grouped matmuls on Hopper, which `jgt.replacements.experts.grouped` calls. Other kernels of Mosaic count no FLOPs.
+    primitives=frozenset({"mpmd_map"}),
+    keeps_rows=False,
+    traced_flops=_mosaic_traced_flops,
+    custom_call=re.compile(r'custom_call_target="mosaic_gpu'),
+    compiled_flops=_mosaic_compiled_flops,
+)
+
 ATTENTION = (CUDNN,)
 """Kernels of attention: the values of the trainer's `model.attention` besides `auto` and `xla`, which is XLA's own program."""
 
 KERNELS = (
     *ATTENTION,
+    MOSAIC,
     # `jgt.signal.experts`: each row goes through its own experts.
     CustomKernel(name="experts", primitives=frozenset({"on_devices"}), keeps_rows=True),
     # A user's own kernels and a library's that nothing here calls. That they keep rows apart is an assumption; jgt cannot look inside.

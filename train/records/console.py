@@ -118,10 +118,11 @@ def describe_pipeline(pipeline: PipelineConfig, num_stages: int) -> str:
 
 
 def describe_kernels(setup: Setup) -> str:
-    """A line with the kernel of attention, the reason for it, and the number of chunks of the loss."""
+    """A line with the kernels of attention and of experts, the reasons for them, and the number of chunks of the loss."""
     program = setup.program
     chunks = "" if program.loss_chunks == 1 else f"; loss in {program.loss_chunks} chunks of the sequence"
-    return f"Attention: {program.attention.text}{chunks}" if program.attention is not None else ""
+    experts = f"; experts: {program.grouped}" if program.grouped else ""
+    return f"Attention: {program.attention.text}{experts}{chunks}" if program.attention is not None else ""
 
 
 def describe_storage(setup: Setup) -> Iterator[str]:

@@ -18,6 +18,7 @@ import jgt
 from jgt.document import InputError
 from jgt.pipeline.staging import Pipeline
 from jgt.replacements.experts.experts import exchange_at
+from jgt.replacements.experts.grouped import mosaic_obstacle
 
 from ..code.files import Code
 from ..code.names import load_callable, load_object
@@ -49,7 +50,7 @@ _EXPERTS, _RANK = "layers/moe", 3
 class ModelProgram:
     """A run's model and loss, traced from shapes.
 
-    attention: how attention is computed; None where the model has none. remat:
+    attention, grouped: how attention and the matmuls of experts are computed, for the log; None and empty where the model has none. remat:
     `train.remat`, or the setting that `auto` begins with. objective: the loss of the model's own parameters. pipeline: the step's. init:
     from a key to parameters and variables. shapes: of parameters, variables, and the rows of a batch that the loss gets at a time.
     """
@@ -57,6 +58,7 @@ class ModelProgram:
     element: Element
     model: Model
     attention: AttentionChoice | None
+    grouped: str
     remat: Remat
     loss_chunks: int
     objective: Objective
@@ -73,7 +75,7 @@ def program_of(config: Config, layout: MeshLayout, code: Code, where: Where, *, 
     pipeline = None if layout.pipeline is None else Pipeline.of(layout.pipeline.in_parts(train.accumulate))
     rows = rows_of(element, train.batch // (train.accumulate if pipeline is None else 1))
     loss = None if own is None else load_object(own, "train.loss", code, where("train.loss"))
-    attention = None
+    attention, grouped = None, ""
     if isinstance(config.model, OwnModel):
         model = _own_model(config.model, code, where, partial(_call_on_zeros, rows, loss))
     else:
@@ -81,6 +83,7 @@ def program_of(config: Config, layout: MeshLayout, code: Code, where: Where, *, 
         model = build(config.model, attention.kernel)
         if config.model.experts is not None:
             model = _with_exchange_metrics(model, config.model.experts, config.model.seq, layout)
+            grouped = _grouped_matmuls(config.model, layout.device)
     kernel = None if attention is None else attention.kernel
     if remat == AUTO:
         remat = remat_settings(keeps_scores=kernel is None or kernel.keeps_scores)[0]
@@ -93,6 +96,7 @@ def program_of(config: Config, layout: MeshLayout, code: Code, where: Where, *, 
         element=element,
         model=model,
         attention=attention,
+        grouped=grouped,
         remat=remat,
         loss_chunks=chunks,
         objective=_objective(config, layout, pipeline, model, loss, chunks, recompute, where),
@@ -148,6 +152,14 @@ def _attention(model: ModelConfig, layout: MeshLayout, where: Where) -> Attentio
         why = f"{model.attention} is not available here: {choice.why}. Use auto, which takes it where it is available, or xla"
         raise InputError([f"{where('model.attention')}: model.attention: {why}"])
     return choice
+
+
+def _grouped_matmuls(model: ModelConfig, device: Any) -> str:
+    """The way in which the matmuls of experts run, as in the log."""
+    if model.fp8:
+        return "blocks of rows in eight bits"
+    obstacle = mosaic_obstacle(compute_type(model), device)
+    return f"blocks of rows ({obstacle})" if obstacle else "Mosaic's kernels"
 
 
 def _with_exchange_metrics(model: Model, experts: ExpertsConfig, seq: int, layout: MeshLayout) -> Model:

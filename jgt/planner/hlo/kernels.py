@@ -97,10 +97,11 @@ def _matmuls(module: Module, computation: Computation, instruction: Instruction)
         yield MatmulWork(left.dtype, 1, instruction.arrays[0].size // max(channels, 1), channels, contracted)
         return
     else:
-        # A kernel whose FLOPs are known and whose shapes are not counts as a square one.
         if is_call and attention_of(instruction.text, left.dims) is None and (flops := custom_call_flops(instruction.text, left.dims)):
-            rows = left.dims[0]
-            yield MatmulWork(left.dtype, 1, rows, max(flops // (2 * rows * left.dims[-1]), 1), left.dims[-1])
+            # Lists, such as the sizes of groups, come before the rows that are multiplied.
+            rows = next((a for operand in operands for a in operand.arrays if len(a.dims) > 1), left)
+            m, k = rows.dims[0], rows.dims[-1]
+            yield MatmulWork(rows.dtype, 1, m, max(flops // (2 * m * k), 1), k)
         return
     yield _matmul(left, instruction.arrays[0], contracted, math.prod(left.dims[d] for d in shared))
 

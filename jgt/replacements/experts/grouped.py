@@ -4,27 +4,34 @@
 
 The first sizes[0] rows belong to group 0, the next sizes[1] to group 1, and so on. How long the groups are is known only when the program
 runs, and XLA multiplies every row by the matrices of all groups on CPUs and on NVIDIA GPUs: e times the work. So the function that a model
-passes to `signal.experts` is traced, and `with_grouped_matmuls` puts a loop over blocks of b rows, one ordinary matmul each, in the place
-of each ragged_dot. A block begins at the first row of its group, or behind the group's block before it. Only the last block of a group
-reaches into other groups, whose rows are masked there.
+passes to `signal.experts` is traced, and `with_grouped_matmuls` puts one of two programs in the place of each ragged_dot:
+
+- JAX's own kernels for Hopper, in bf16, where widths are multiples of a tile. They come without a derivative, which is written out here.
+- Otherwise a loop over blocks of b rows, one ordinary matmul each. A block begins at the first row of its group, or behind the group's
+  block before it. Only the last block of a group reaches into other groups, whose rows are masked there.
 
 A model that brings its derivative along (eight bits) calls `jax.lax.ragged_dot_general` in it, also with transposed matrices and for the
 gradient of weights, where the rows of each group are contracted. These are replaced, too.
 
-Rows behind the last group belong to none. Their results are not to be read. Whatever is in these rows, and in their cotangents, does not
-reach the gradients of weights. Invariant: each row's result, and its gradient, depends on that row and its group's matrix only.
+Rows behind the last group belong to none. Their results are not to be read: they are 0, or with Mosaic's kernels what was in memory.
+Whatever is in these rows, and in their cotangents, does not reach the gradients of weights. Invariant: each row's result, and its gradient,
+depends on that row and its group's matrix only.
 
 n rows, k and m their widths, e groups, b rows of a block.
 """
 
 from __future__ import annotations
 
+import importlib
+import re
+import types
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
@@ -32,6 +39,8 @@ from jgt.program.backward import map_backward
 from jgt.program.jaxpr import Equation, Program
 from jgt.program.parts import inlined
 
+_Matmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""(rows [n, k], sizes [e], weights [e, k, m]) → [n, m], in the type of rows."""
 _Residuals = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -63,7 +72,7 @@ def _program_of(equation: Equation) -> Callable[..., jax.Array] | None:
             return _outer_by_blocks(rows, other, sizes, dtype)
         # In the model's own type the result has a derivative.
         if dims == _ROWS and rows.dtype == other.dtype == dtype:
-            return cast(jax.Array, by_blocks(rows, sizes, other))
+            return grouped(rows, sizes, other)
         return _by_blocks(rows, sizes, other, dtype, is_transposed=dims == _TRANSPOSED)
 
     return run
@@ -75,23 +84,32 @@ _TRANSPOSED = ((1,), (2,), (0,), (0,), (), ())
 _OUTER = ((0,), (0,), (0,), (), (), ())
 
 
-@jax.custom_vjp
-def by_blocks(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
-    """Each row of a group by the group's matrix, [n, k], [e], [e, k, m] → [n, m], in the type of rows."""
-    return _by_blocks(rows, sizes, weights, rows.dtype, is_transposed=False)
+class _ByRows(Protocol):
+    """Each row by its group's matrix, or by the transposed one: [n, m] → [n, k]."""
+
+    def __call__(self, rows: jax.Array, sizes: jax.Array, weights: jax.Array, dtype: Any, *, is_transposed: bool) -> jax.Array: ...
 
 
-def _forward(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> tuple[jax.Array, _Residuals]:
-    return _by_blocks(rows, sizes, weights, rows.dtype, is_transposed=False), (rows, sizes, weights)
+def _differentiable(by_rows: _ByRows, outer: Callable[..., jax.Array]) -> _Matmul:
+    """outer(rows [n, k], cotangents [n, m], sizes, dtype): each group's rows, transposed, by their cotangents, [e, k, m]."""
+
+    def run(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
+        return by_rows(rows, sizes, weights, rows.dtype, is_transposed=False)
+
+    def forward(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> tuple[jax.Array, _Residuals]:
+        return run(rows, sizes, weights), (rows, sizes, weights)
+
+    def backward(residuals: _Residuals, cotangent: jax.Array) -> tuple[jax.Array, None, jax.Array]:
+        rows, sizes, weights = residuals
+        by_row = by_rows(cotangent, sizes, weights, rows.dtype, is_transposed=True)
+        return by_row, None, outer(rows, cotangent, sizes, weights.dtype).astype(weights.dtype)
+
+    matmul = cast("jax.custom_vjp[jax.Array]", jax.custom_vjp(run))
+    matmul.defvjp(forward, backward)
+    return matmul
 
 
-def _backward(residuals: _Residuals, cotangent: jax.Array) -> tuple[jax.Array, None, jax.Array]:
-    rows, sizes, weights = residuals
-    by_rows = _by_blocks(cotangent, sizes, weights, rows.dtype, is_transposed=True)
-    return by_rows, None, _outer_by_blocks(rows, cotangent, sizes, weights.dtype)
-
-
-by_blocks.defvjp(_forward, _backward)
+# -- blocks ------------------------------------------------------------------------------------------------------------
 
 
 def block_rows(num_rows: int, num_groups: int) -> int:
@@ -105,7 +123,7 @@ def block_rows(num_rows: int, num_groups: int) -> int:
 
 
 def _by_blocks(rows: jax.Array, sizes: jax.Array, weights: jax.Array, dtype: Any, *, is_transposed: bool) -> jax.Array:
-    """Each row by its group's matrix, or by the transposed one, [n, m] → [n, k]. dtype: the results', to which both sides are cast."""
+    """See `_ByRows`. dtype: the type of the results, to which both sides are cast."""
     b = block_rows(rows.shape[0], sizes.shape[0])
     contracted, width = (2, weights.shape[1]) if is_transposed else (1, weights.shape[2])
 
@@ -169,3 +187,76 @@ def _over_blocks(step: Callable[[_Block, jax.Array], jax.Array], start: jax.Arra
     expected = -(-num_rows // b) + num_groups // 2
     with scopes.trips(expected), scopes.useful(Fraction(num_rows, expected * b)):
         return cast(jax.Array, jax.lax.fori_loop(0, last[-1], turn, start))
+
+
+by_blocks = _differentiable(_by_blocks, _outer_by_blocks)
+
+
+# -- Mosaic's kernels --------------------------------------------------------------------------------------------------
+
+_TILE = 128
+"""Rows and columns of a tile of the result; 64 is contracted at a time."""
+_TILES = {"block_m": _TILE, "block_n": _TILE, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 8}
+
+
+def _mosaic_rows(rows: jax.Array, sizes: jax.Array, weights: jax.Array, dtype: Any, *, is_transposed: bool) -> jax.Array:
+    made = _jax_kernels("ragged_dot_mgpu").ragged_dot(rows, weights, group_sizes=sizes, transpose_rhs=is_transposed, **_TILES)
+    return made.astype(dtype)
+
+
+def _mosaic_outer(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
+    # The kernel reads whole tiles, and multiplies rows of one side by 0 that are not in the group.
+    in_group = (jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None]
+    x, c = jnp.where(in_group, rows, 0), jnp.where(in_group, cotangent, 0)
+    return _outer_kernel()(x, c, group_sizes=sizes, **_TILES).astype(dtype)
+
+
+by_mosaic = _differentiable(_mosaic_rows, _mosaic_outer)
+
+
+def _jax_kernels(name: str) -> Any:
+    # Imported when they are used: it takes most of a second, and machines without a GPU never need them.
+    return importlib.import_module(f"jax.experimental.pallas.ops.gpu.{name}")
+
+
+def _outer_kernel() -> Callable[..., jax.Array]:
+    """JAX's kernel for the gradient of weights, for a GPU that need not be there.
+
+    JAX's function asks the first device for its number of multiprocessors, which a CPU cannot answer when a program is compiled for a GPU
+    that is only described. The count only affects how tiles are distributed, so the H100's value is safe everywhere.
+    """
+    jax_there = types.SimpleNamespace(**vars(jax))
+    jax_there.devices = lambda: [types.SimpleNamespace(core_count=_MULTIPROCESSORS)]
+    function = cast(types.FunctionType, _jax_kernels("transposed_ragged_dot_mgpu").transposed_ragged_dot)
+    made = types.FunctionType(function.__code__, {**function.__globals__, "jax": jax_there})
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+_MULTIPROCESSORS = 132
+
+
+def mosaic_obstacle(dtype: Any, device: Any) -> str:
+    """Why the devices cannot run Mosaic's kernels on arrays of this type; empty if they can. device: one of them, None if unknown."""
+    if device is None or "NVIDIA" not in device.device_kind:
+        return "there is no NVIDIA GPU"
+    # Wgmma is an instruction of Hopper alone.
+    if not _HOPPER.search(device.device_kind):
+        return f"Mosaic's kernels are for Hopper, not for {device.device_kind}"
+    return "" if dtype == jnp.bfloat16 else "Mosaic's kernels need bf16"
+
+
+_HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
+
+
+def grouped(rows: jax.Array, sizes: jax.Array, weights: jax.Array) -> jax.Array:
+    """Each row of a group by the group's matrix, [n, k], [e], [e, k, m] → [n, m]: by Mosaic's kernels where these arrays can have them."""
+    # XLA cannot split a kernel over devices: over an axis that is left to it, it would run the whole kernel on each of them.
+    mesh = jax.sharding.get_abstract_mesh()
+    is_split = any(size > 1 and kind != AxisType.Manual for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True))
+    has_tiles = rows.shape[0] >= _TILE and all(width % _TILE == 0 for width in weights.shape[1:])
+    # Outside of a mesh the program is for the devices that are there.
+    device: Any = mesh.abstract_device or cast(Any, jax.devices()[0])
+    if is_split or not has_tiles or mosaic_obstacle(rows.dtype, device):
+        return by_blocks(rows, sizes, weights)
+    return by_mosaic(rows, sizes.astype(jnp.int32), weights.astype(rows.dtype))

@@ -1,6 +1,7 @@
 """Matmuls of groups of rows, compared with every group's matrix on every row in f64: values and gradients."""
 
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,14 @@ from jgt.planner.described import devices_of
 from jgt.planner.hardware.target import Target
 from jgt.planner.plan import plan
 from jgt.program import jaxpr as jx
-from jgt.replacements.experts.grouped import block_rows, by_blocks, with_grouped_matmuls
+from jgt.replacements.experts.grouped import block_rows, by_blocks, by_mosaic, grouped, mosaic_obstacle, with_grouped_matmuls
 from train.models import eight_bits
 from train.models.config import ModelConfig
 from train.models.decoder import build
 from train.models.experts.config import ExpertsConfig
 from train.run.xla import PRESETS
+
+HAS_HOPPER = any(d.platform == "gpu" and getattr(d, "compute_capability", "") == "9.0" for d in jax.devices())
 
 
 def arrays(n, sizes, k, m, dtype=jnp.float32):
@@ -211,3 +214,82 @@ def test_matmuls_in_eight_bits_are_f8_on_a_gpu():
     text = jax.jit(step).lower(*arguments).compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
     targets = re.findall(r'custom_call_target="(__cublas[^"]*|__triton[^"]*)"', text)
     assert targets == ["__cublas$lt$matmul$f8"] * 3
+
+
+# -- Mosaic's kernels --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "why"),
+    [
+        (jnp.bfloat16, "NVIDIA H100 80GB HBM3", ""),
+        (jnp.bfloat16, "NVIDIA GH200 480GB", ""),
+        (jnp.float32, "NVIDIA H100 80GB HBM3", "need bf16"),
+        (jnp.bfloat16, "NVIDIA A100-SXM4-80GB", "not for NVIDIA A100"),
+        (jnp.bfloat16, "NVIDIA B200", "not for NVIDIA B200"),
+        (jnp.bfloat16, "cpu", "no NVIDIA GPU"),
+        (jnp.bfloat16, None, "no NVIDIA GPU"),
+    ],
+)
+def test_mosaics_kernels_are_for_bf16_on_hopper(dtype, kind, why):
+    obstacle = mosaic_obstacle(dtype, None if kind is None else types.SimpleNamespace(device_kind=kind))
+    assert why in obstacle and bool(why) == bool(obstacle)
+
+
+@needs_plugin
+def test_mosaics_kernels_compile_for_a_gpu_that_is_not_there():
+    mesh = jgt.make_mesh({"one": 1}, devices=devices_of(Target.parse("h100:1x1")))
+    assert not mosaic_obstacle(jnp.bfloat16, mesh.devices.flat[0])
+    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((512, 128), jnp.bfloat16), ((4,), jnp.int32), ((4, 128, 256), jnp.bfloat16))]
+
+    def step(rows, sizes, weights):
+        results, pull = jax.vjp(lambda rows, weights: by_mosaic(rows, sizes, weights), rows, weights)
+        return results, *pull(results)
+
+    found = plan(step, *shapes, target="h100:1x1")
+    # Three matmuls, none of them dense.
+    assert found.flops_per_device == found.model_flops_per_device == 3 * 2 * 512 * 128 * 256
+    assert sum(row.flops for row in found.signals) == found.flops_per_device
+    assert not found.findings
+
+
+@needs_plugin
+def test_a_plan_gives_mosaics_kernels_the_time_of_dense_matmuls_of_their_size():
+    rows, sizes, weights = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32), (4, 1024, 2048)
+    grouped_plan = plan(by_mosaic, rows, sizes, jax.ShapeDtypeStruct(weights, jnp.bfloat16), target="h100:1x1")
+    dense_plan = plan(jnp.matmul, rows, jax.ShapeDtypeStruct(weights[1:], jnp.bfloat16), target="h100:1x1")
+    assert grouped_plan.step_time_ms == pytest.approx(dense_plan.step_time_ms, rel=0.5)
+
+
+@needs_plugin
+def test_mosaics_kernels_compile_on_the_devices_of_a_mesh():
+    mesh = jgt.make_mesh({"expert": 8}, devices=devices_of(Target.parse("h100:1x8")))
+    spec = P("expert")
+    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((2048, 128), jnp.bfloat16), ((16,), jnp.int32), ((16, 128, 128), jnp.bfloat16))]
+
+    def step(rows, sizes, weights):
+        return jax.vjp(lambda weights: grouped(rows, sizes, weights), weights)[1](rows)
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=(spec,), check_vma=False)
+    found = plan(
+        mapped, *(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=jax.NamedSharding(mesh, spec)) for s in shapes), target="h100:1x8"
+    )
+    assert found.flops_per_device == 3 * 2 * 256 * 128 * 128
+    assert not found.findings
+
+
+@needs_plugin
+@pytest.mark.parametrize("shape", [(64, 128, 128), (512, 96, 128), (512, 128, 96)])
+def test_arrays_without_whole_tiles_are_computed_by_blocks(shape):
+    n, k, m = shape
+    with jax.sharding.use_abstract_mesh(jgt.make_mesh({"one": 1}, devices=devices_of(Target.parse("h100:1x1"))).abstract_mesh):
+        program = jax.make_jaxpr(grouped)(jnp.ones((n, k), jnp.bfloat16), jnp.array([n]), jnp.ones((1, k, m), jnp.bfloat16))
+    assert "mpmd_map" not in str(program)
+
+
+@pytest.mark.skipif(not HAS_HOPPER, reason="there is no Hopper")
+@pytest.mark.parametrize("sizes", [(300, 0, 212), (0, 512, 0), (130, 40, 60)])
+def test_mosaics_kernels_are_exact(sizes):
+    rows, weights, cotangent = arrays(512, sizes, 128, 256, jnp.bfloat16)
+    found = run(by_mosaic, rows, sizes, weights, cotangent)
+    assert_close(found, reference(rows, sizes, weights, cotangent), 2**-8)
