@@ -37,7 +37,7 @@ class Sink:
         """Writes a record if that is possible."""
         self.attempt(lambda: self._write(record))
 
-    def attempt(self, write: Callable[[], None]) -> None:
+    def attempt(self, write: Callable[[], object]) -> None:
         """Calls `write`. If it raises OSError or ValueError, a record is lost."""
         try:
             write()
