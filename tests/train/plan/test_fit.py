@@ -18,12 +18,12 @@ def taken(tiny, monkeypatch):
     def _taken(needs, memory):
         tried = []
 
-        def peak(stats):
+        def memory_fits(stats, limit):
             tried.append(ORDER[len(tried)])
-            return needs[tried[-1]]
+            return needs[tried[-1]] <= limit
 
         monkeypatch.setattr(fit, "_memory_of_devices", lambda: memory)
-        monkeypatch.setattr(fit, "_peak_bytes", peak)
+        monkeypatch.setattr(fit, "memory_fits", memory_fits)
         return open_run(tiny("train.remat=auto"))[0], tried
 
     return _taken
