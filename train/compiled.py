@@ -26,6 +26,7 @@ import platform
 import secrets
 import shutil
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,7 +57,10 @@ class Programs:
         # JAX shows `_path` in its log.
         self.folder = self._path = folder
         self._reported: set[str] = set()
-        self._trial: IO[bytes] | None = None
+        # A path and a descriptor, which stays open until the trial ends: its lock says that the process lives.
+        self._trial: tuple[Path, int] | None = None
+        # JAX compiles in several threads.
+        self._trial_lock = threading.Lock()
 
     def get(self, key: str) -> bytes | None:
         """The program of a key, which is then on trial; None if there is none that can be used."""
@@ -72,12 +76,12 @@ class Programs:
             # A disk that fails for a moment is no damage, so the file stays.
             self._report(f"the compiled program {path} cannot be read: {error.strerror or error}. It is compiled again")
             return None
-        # ValueError: another thread ends the trial meanwhile.
-        with contextlib.suppress(OSError, ValueError):
-            if self._trial is None:
-                self._trial = (self.folder / f"{secrets.token_hex(8)}{TRIAL}").open("xb", buffering=0)
-                fcntl.flock(self._trial, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._trial.write(f"{key}\n".encode())
+        with contextlib.suppress(OSError), self._trial_lock:
+            if (trial := self._trial) is None:
+                new = self.folder / f"{secrets.token_hex(8)}{TRIAL}"
+                self._trial = trial = new, os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+                fcntl.flock(trial[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(trial[1], f"{key}\n".encode())
         return program
 
     def put(self, key: str, value: bytes) -> None:
@@ -90,12 +94,14 @@ class Programs:
 
     def end_trial(self) -> None:
         """The programs loaded so far have run, or this process ends for a reason that is not theirs."""
-        trial, self._trial = self._trial, None
-        if trial is not None:
-            # Removed before the lock is released: no other process takes it for a dead one's.
-            with contextlib.suppress(OSError):
-                Path(trial.name).unlink(missing_ok=True)
-            trial.close()
+        with self._trial_lock:
+            trial, self._trial = self._trial, None
+            if trial is not None:
+                path, descriptor = trial
+                # Removed before the lock is released: no other process takes it for a dead one's.
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
+                os.close(descriptor)
 
     def remove_suspects(self) -> None:
         """Removes the programs that dead processes have left on trial."""
