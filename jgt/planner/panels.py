@@ -64,7 +64,7 @@ class Track:
 
 
 def panels(entry: str, tracks: Mapping[str, Track], name: Callable[[str], str]) -> Iterator[Panel]:
-    """The panels of a program. entry: its main computation. name: of a signal as the tables have it."""
+    """Yields the panels of a program, whose main computation is `entry`. name(signal) is the signal's name in the tables."""
     title, trips, computation, seen = "the step", 1, entry, 0
     while seen < _MAX_PANELS and (track := tracks.get(computation)) is not None and track.spans:
         seconds = max(span.end for span in track.spans)

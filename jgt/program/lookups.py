@@ -24,7 +24,7 @@ _KEEPS_DIMS = ("convert_element_type", "copy", "name")
 
 
 def with_whole_positions(program: Program, tables: Mapping[Var, Dims], sharding: Callable[[PartitionSpec], NamedSharding]) -> Program:
-    """The program with each lookup in a split table pinned. tables: arguments with the axes of their dims. sharding: of a spec."""
+    """Returns the program with each lookup in a split table pinned. tables has the axes of each argument's dims."""
     inner = jx.body(program)
     dims, rename = dict(tables), dict[Var, Atom]()
     eqns: list[Equation] = []

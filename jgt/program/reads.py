@@ -29,7 +29,7 @@ class Read:
 
 
 _Casts = Counter[Any]
-"""How often a value is cast to each type, and, under None, read in any other way. A loop counts as twice."""
+"""Counts the casts of a value to each type, and under None its other reads. A loop counts twice."""
 
 
 def narrow_reads(program: Program) -> list[Read | None]:

@@ -1,4 +1,4 @@
-"""What devices run in the place of pieces of a program, where the work of XLA's partitioner is not good enough.
+"""Devices run other programs in the place of some pieces of a program, where the work of XLA's partitioner is not good enough.
 
 A *replacement* is a rule that puts other equations of the same meaning in the place of some equations; `replacement` is the interface of
 all of them. Most use `device_plan`: an equation that means one thing and runs as another on each device. `overlap` finds the matmuls that

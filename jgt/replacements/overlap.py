@@ -29,7 +29,7 @@ from jgt.replacements.ring import Ring, gather_and_multiply, multiply_and_scatte
 from jgt.rules import Match, OverlapRule, Rules, SpecRule, match_out, match_overlap, match_tensor, prefixes
 
 _ELEMENTWISE = ("add", "add_any", "sub", "mul", "convert_element_type", "name", "copy")
-"""What a sum may go through before it is scattered. All of it is done to each row on its own."""
+"""A sum may pass through these operations before it is scattered: each of them treats every row on its own."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from jgt.program.reads import Read
 from jgt.rules import AnyMatch
 
 Policy = Callable[..., Any]
-"""What jax.checkpoint takes: from a primitive, avals and params to whether the results are saved, or where."""
+"""A policy of jax.checkpoint says from a primitive, avals and params whether the results are saved, or where."""
 
 
 @dataclass(frozen=True, kw_only=True)

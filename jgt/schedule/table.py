@@ -35,7 +35,7 @@ class Item:
 
 
 Row = tuple[Item | None, ...]
-"""What each stage works on in one tick; None: nothing."""
+"""A row has the item of each stage in one tick, and None for a stage that does nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from jgt.schedule.simulate import kind_name
 from jgt.schedule.table import KINDS, Item, Kind, Table
 
 MAX_BLOCKS = 8
-"""How many blocks of ticks a terminal shows: the first and the last ones of a longer table. A file gets all."""
+"""A terminal shows this many blocks of ticks: the first and the last ones of a longer table. A file gets all."""
 
 Colour = tuple[int, int, int]
 """Red, green and blue, each from 0 to 255."""

@@ -19,10 +19,10 @@ from typing import NamedTuple
 from jgt.schedule.table import KINDS, Kind, Table
 
 LIMIT = 20
-"""How many faults a message lists before it only counts the rest."""
+"""A message lists this many faults and counts the rest."""
 
 MAX_FAULTS = 10_000
-"""How many faults one check looks for: a large table may be wrong in every cell."""
+"""One check stops after this many faults, because a large table may be wrong in every cell."""
 
 ItemTicks = Mapping[Kind, dict[tuple[int, int], int]]
 """The tick of each item: kind → (microbatch, chunk) → tick."""

@@ -1,4 +1,4 @@
-"""What single equations of a traced program mean for a layout: the parameters that they read, and the bytes that they send.
+"""Single equations of a traced program are read here for the parameters that they use and the bytes that they send.
 
 A program slices a layer off a stack of parameters, casts it, transposes it, pins it with a constraint, and then multiplies by it. A `View`
 is such a part of one parameter, with the mesh axes over which each dim is split. The trail ends where another array is involved. A scan

@@ -25,7 +25,7 @@ HEADER = "jgt plan lock 1"
 
 @dataclass(frozen=True)
 class Report:
-    """What a person gets to see of a plan."""
+    """A plan as people read it: on the terminal, as a page, or as a lock."""
 
     plan: Plan
 
