@@ -19,7 +19,7 @@ from typing import Literal
 import jax
 
 from jgt.pipeline.arrays import Arrays, Floats, Integers, call, fold_key, from_raw, raw, raw_shape, row, vjp, zeros
-from jgt.pipeline.moves import Moves
+from jgt.pipeline.links.moves import Moves
 from jgt.pipeline.split import Split
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Program, Var

@@ -29,8 +29,8 @@ from jgt.pipeline.arrays import Arrays, Integers, float_variables, row
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.ends import Batch, Ends, InputKind, Rewrite
+from jgt.pipeline.links.moves import Moves
 from jgt.pipeline.loop import Loop
-from jgt.pipeline.moves import Moves
 from jgt.pipeline.split import Split
 from jgt.pipeline.ticks import Carry, arrays_of
 from jgt.program.heads import split_heads_in_stages

@@ -28,7 +28,8 @@ from jgt.pipeline.arrays import Arrays, Flags, Integers, float_variables, has_gr
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.ends import Ends
 from jgt.pipeline.layer import Body, Layer, LayerInputs
-from jgt.pipeline.moves import Moves, StageResults, Wire
+from jgt.pipeline.links.moves import Moves, StageResults
+from jgt.pipeline.links.wire import Wire
 from jgt.pipeline.stage import Changes, Stage, keep_cotangents
 from jgt.pipeline.ticks import Carry, EndItem, EndName, Everywhere, ItemName, OnStage, Segment, StageBuffers, Ticks, Work
 from jgt.program import jaxpr as jx

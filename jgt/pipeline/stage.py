@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jgt.pipeline.arrays import Arrays, Flags, Floats, Integers, Structs, call, float_variables, has_gradient, row, wide_zeros, zeros
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.layer import Gradients, Layer, LayerInputs
-from jgt.pipeline.moves import Moves, Pairs, Wire
+from jgt.pipeline.links.moves import Moves
+from jgt.pipeline.links.wire import Pairs, Wire
 from jgt.pipeline.split import Split
 from jgt.pipeline.ticks import Everywhere, OnStage, SendingItem, StageBuffers, StageItem, Ticks
 from jgt.program import scopes

@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding
 from jgt.document import InputError, nearest
 from jgt.pipeline.chunks import Chunks, staged_places, stored_dims, stored_form
 from jgt.pipeline.config import PipelineConfig
+from jgt.pipeline.links.moves import Moves
 from jgt.pipeline.microbatches import Microbatches, find_microbatches
-from jgt.pipeline.moves import Moves
 from jgt.pipeline.pipelined import Pipelined
 from jgt.pipeline.split import Split, split_loss
 from jgt.pipeline.whole_program import SplitError

@@ -22,7 +22,8 @@ from plugin import needs_plugin
 
 import jgt
 from jgt.pipeline.layer import Body
-from jgt.pipeline.moves import Moves, split_further
+from jgt.pipeline.links.moves import Moves
+from jgt.pipeline.links.wire import split_further
 from jgt.planner.hardware.target import Target
 from jgt.program.reads import narrow_reads
 from train.config import load

@@ -6,24 +6,10 @@ its gradient is reduced: stacked along a new dim of data shards that the shard_m
 layout of the parameter.
 
 The invariant is that a gradient crosses the batch's axes once a step, not once a microbatch.
-
-A `Wire` sends activations and cotangents along the ring of stages, and from one stage to all. All devices of a stage (tensor, expert)
-have the same activation, or parts of it, if rules split it over them. So that the network does not carry the same bytes once for each
-device, each sends one part, and its stage puts the parts together again over its own, faster links (Narayanan et al., Efficient
-Large-Scale Language Model Training on GPU Clusters, section 4.1, https://arxiv.org/abs/2104.04473). With tensor 4:
-
-    on a device      [rows, seq, embed]          the same on all four
-    sent             [rows, seq / 4, embed]      one part each
-    put together     [rows, seq, embed]          an all-gather over tensor
-
-The collectives run in a shard_map over the axes of a stage, inside of that over the stage axis. A sharding constraint would not
-do: the partitioner would lay the layers out like what they send. And where all axes are manual, values travel in their own
-type on every platform. XLA on CPU aborts on half-precision sums in a region that is manual over some axes only.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -34,11 +20,10 @@ import jax.numpy as jnp
 from jax.experimental import layout as memory_layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jgt.pipeline.arrays import Arrays, Flags
-from jgt.pipeline.layout import Axes, Layout
+from jgt.pipeline.links.layout import Axes, Layout
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
-from jgt.program.dims import Dims, num_parts
+from jgt.program.dims import num_parts
 from jgt.program.jaxpr import Var
 from jgt.program.manual import manual_of_replicas
 from jgt.program.places import mesh_around
@@ -50,9 +35,6 @@ Specs = Any
 
 AxisCollective = Callable[[jax.Array, Axes, int], jax.Array]
 """(x, axes, dim) → x gathered or scattered along the dim."""
-
-Pairs = tuple[tuple[int, int], ...]
-"""(sender, receiver) of stages."""
 
 _Own = TypeVar("_Own")
 _Common = TypeVar("_Common")
@@ -270,63 +252,3 @@ def _without_first_dim(x: jax.Array) -> jax.Array:
 
 def _with_first_dim(x: jax.Array) -> jax.Array:
     return x[None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wire:
-    """The links between stages, for a list of values. dims: the axes that split each value within a stage, by the rules."""
-
-    moves: Moves
-    dims: tuple[Dims, ...]
-
-    def send(self, values: Arrays, pairs: Pairs) -> Arrays:
-        """The values of the stage that sends to here. Stages that nothing is sent to receive zeros."""
-        return self._by_parts(lambda x: cast(jax.Array, jax.lax.ppermute(x, self.moves.axis, pairs)), values)
-
-    def show(self, flag: Flags, values: Arrays) -> Arrays:
-        """The values of the one stage whose flag is set, on every stage."""
-        # One stage contributes its values and the others zeros, so the sum is a broadcast from a stage that only data names. It is
-        # exact in any precision.
-        return self._by_parts(self._sum, [jnp.where(flag, x, jnp.zeros_like(x)) for x in values])
-
-    def pin(self, values: Arrays) -> Arrays:
-        """Values that are about to enter a stage, or have left one, laid out as stages have them."""
-        return [self.moves.constrain(x, _spec(dims)) for x, dims in zip(values, self.dims, strict=True)]
-
-    def _sum(self, x: jax.Array) -> jax.Array:
-        numbers = x.astype(jnp.int32) if x.dtype == bool else x
-        return cast(jax.Array, jax.lax.psum(numbers, self.moves.axis)).astype(x.dtype)
-
-    def _by_parts(self, fn: Callable[[jax.Array], jax.Array], values: Arrays) -> Arrays:
-        return [self._by_part(fn, x, dims) for x, dims in zip(values, self.dims, strict=True)]
-
-    def _by_part(self, fn: Callable[[jax.Array], jax.Array], x: jax.Array, dims: Dims) -> jax.Array:
-        axes = self.moves.axes_inside
-        if not axes:
-            return fn(x)
-        parts = split_further(x.shape, dims, axes, self.moves.sizes)
-
-        def put_together(part: jax.Array) -> jax.Array:
-            part = fn(part)
-            for dim, (before, after) in enumerate(zip(dims, parts, strict=True)):
-                if rest := after[len(before) :]:
-                    part = cast(jax.Array, jax.lax.all_gather(part, rest, axis=dim, tiled=True))
-            return part
-
-        # Pinned on both sides, or the partitioner would lay out the layers before and after like the parts.
-        whole = self.moves.constrain(x, _spec(dims))
-        return self.moves.constrain(self.moves.manual(put_together, axes, _spec(parts), _spec(dims))(whole), _spec(dims))
-
-
-def split_further(shape: Sequence[int], dims: Dims, axes: Axes, sizes: dict[str, int]) -> Dims:
-    """These dims, with the rest of the axes at the first dim that they divide: one behind the rows, or the rows. Otherwise as they are."""
-    rest = tuple(axis for axis in axes if not any(axis in split for split in dims))
-    num_parts = math.prod(sizes[axis] for axis in rest)
-    for dim in [*range(1, len(shape)), *range(len(shape))[:1]]:
-        if shape[dim] % (num_parts * math.prod(sizes[axis] for axis in dims[dim])) == 0:
-            return (*dims[:dim], (*dims[dim], *rest), *dims[dim + 1 :])
-    return dims
-
-
-def _spec(dims: Dims) -> PartitionSpec:
-    return PartitionSpec(*[axes or None for axes in dims])
