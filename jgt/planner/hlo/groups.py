@@ -13,8 +13,8 @@ A collective-permute has pairs instead, `source_target_pairs={{0,1},{1,0}}`. XLA
 every notation is expanded to device numbers, and an axis counts as involved if members of a group differ in it.
 
 JAX always makes one replica of several partitions. With `channel_id` (a number that all devices use for the same collective) and
-`use_global_device_ids=true` they are devices; for all-gather, all-reduce and reduce-scatter with a `channel_id` alone, they are replicas,
-each with all its partitions, so that `{{0}}` is every device (GetCollectiveOpGroupMode in xla/service/collective_ops_utils.h).
+`use_global_device_ids=true` the numbers are devices; for all-gather, all-reduce and reduce-scatter with a `channel_id` alone, they are
+replicas, each with all its partitions, so that `{{0}}` is every device (GetCollectiveOpGroupMode in xla/service/collective_ops_utils.h).
 """
 
 from __future__ import annotations
