@@ -77,7 +77,8 @@ def _parameter(a: Argument, signals: tuple[str, ...], use: Use, moments: Sequenc
         shape=a.shape,
         dtype=str(a.dtype),
         signals=signals,
-        spec="" if a.sharding is None else _spec_text(dims),
+        # As the YAML writes them; [] for an array that every device stores whole.
+        spec="" if a.sharding is None else show_dims(dims) if any(dims) else "[]",
         dims=dims,
         state_dims=_dims(moment),
         # An empty array has no bytes to divide by.
@@ -126,11 +127,6 @@ def _dims(a: Argument) -> Dims:
 def _common_end(a: str, b: str) -> int:
     pairs = zip(reversed(a.split("/")), reversed(b.split("/")), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def _spec_text(dims: Dims) -> str:
-    """Dims as the YAML writes them; [] for an array that every device stores whole."""
-    return show_dims(dims) if any(dims) else "[]"
 
 
 _WARNING = "Involuntary full rematerialization"

@@ -90,19 +90,18 @@ def _drawn(spans: Sequence[Span], seconds: float, name: Callable[[str], str]) ->
         for one in sorted((s for s in spans if s.lane == lane), key=lambda s: s.start):
             span = replace(one, signal=name(one.signal))
             last = joined[-1] if joined else None
+            is_alike = (
+                last is not None and span.kind != "loop" and (last.kind, last.signal, last.phase) == (span.kind, span.signal, span.phase)
+            )
             if last is None or span.start - last.end >= narrow:
                 joined.append(span)
-            elif _is_alike(last, span) or span.end - span.start < narrow:
+            elif is_alike or span.end - span.start < narrow:
                 joined[-1] = replace(last, end=span.end)
             elif last.end - last.start < narrow:
                 joined[-1] = replace(span, start=last.start)
             else:
                 joined.append(span)
         yield from (replace(s, start=_ms(s.start), end=_ms(s.end)) for s in joined if s.end - s.start >= narrow)
-
-
-def _is_alike(a: Span, b: Span) -> bool:
-    return (a.kind, a.signal, a.phase) == (b.kind, b.signal, b.phase) and a.kind != "loop"
 
 
 def _ms(seconds: float) -> float:

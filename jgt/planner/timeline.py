@@ -178,7 +178,9 @@ class Timeline:
             if shares is None:
                 # Which branch is taken is unknown: the slowest one counts. Without times, FLOPs decide.
                 longest = max(branches, key=lambda branch: (branch.seconds, branch.num_flops))
-                walk.add(longest.without_bubble() if self._is_shared else longest)
+                # Devices that share a processor compute for other stages in a bubble.
+                is_shared = self._network is not None and self._network.chip.devices is not None
+                walk.add(longest.without_bubble() if is_shared else longest)
             else:
                 for branch, share in zip(branches, shares, strict=True):
                     walk.add(branch, float(share))
@@ -188,10 +190,6 @@ class Timeline:
         if walk.seconds > start:
             longest = max((self._walk(called) for called in instruction.called), key=lambda called: called.seconds)
             run.draw("device", start, walk.seconds, "loop" if loop else "kernels", longest.main_origin, trips, loop)
-
-    @property
-    def _is_shared(self) -> bool:
-        return self._network is not None and self._network.chip.devices is not None
 
     def _compute(self, run: _Run, computation: Computation, spot: Spot, instruction: Instruction) -> None:
         # Kernels of a stream run one after another, so their seconds add up.

@@ -70,8 +70,7 @@ class Adviser:
     def _saving(self, key: str, text: str, *, ms: float = 0.0, num_bytes: int = 0, where: str = "") -> Saving:
         where = where or (self.settings[key].where if key in self.settings else "")
         share = f" ({ms / self.plan.step_time_ms:.0%} of the step)" if ms and self.plan.step_time_ms else ""
-        begin = f"{where}: {key}" if where else key
-        return Saving(key, where, ms, num_bytes, f"{begin}: {text}{share}")
+        return Saving(key, where, ms, num_bytes, f"{f'{where}: ' if where else ''}{key}: {text}{share}")
 
     def _to_fit(self) -> Iterator[Saving]:
         missing, memory = -self.plan.memory.free_bytes, self.plan.memory

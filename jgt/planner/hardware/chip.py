@@ -7,6 +7,7 @@ compiles for. A user may bring a chip file, or change single figures, because cl
 from __future__ import annotations
 
 import functools
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from jgt.document import Bound, InputError, Node, bind, nearest, override, read
-from jgt.planner.hardware.rates import Amount, AttentionRate, MatmulRate, MatmulWork, MemoryRate, Rates, Share, clock_at
+from jgt.planner.hardware.rates import Amount, AttentionRate, MatmulRate, MatmulWork, MemoryRate, Rates, Share
 from jgt.program.kernels import AttentionWork
 
 CHIP_FOLDER = Path(__file__).parent / "chips"
@@ -95,7 +96,7 @@ class Chip:
 
     @property
     def _clock(self) -> float:
-        return clock_at(self.power_w, self.rated_w)
+        return math.sqrt(self.power_w / self.rated_w)
 
     def _type(self, dtype: str) -> str:
         # f8e4m3fn and f8e5m2 run at the same rate. Chips without f8 compute it in bf16.

@@ -16,7 +16,6 @@ near the limit, so the clock goes with the square root of the power.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
@@ -98,8 +97,3 @@ class Rates:
     memory: MemoryRate
     launch_us: Amount
     beside: Annotated[float, Bound(low=1)] = 1.0
-
-
-def clock_at(power_w: float, rated_w: float) -> float:
-    """The clock at a limit of power, relative to the clock at another limit."""
-    return math.sqrt(power_w / rated_w)

@@ -38,7 +38,9 @@ def page(plan: Plan) -> str:
     template = Template(resources.files("jgt.planner.view").joinpath("page.html").read_text(encoding="utf-8"))
     text = io.StringIO()
     print_plan(plan, text)
-    sections = {"The step over time": _timeline(plan), "Signals": _signals(plan), "Collectives": _collectives(plan)}
+    signals = [row.signal for row in plan.signals]
+    panels = "".join(_panel(panel, signals) for panel in plan.timeline)
+    sections = {"The step over time": panels, "Signals": _signals(plan), "Collectives": _collectives(plan)}
     filled = template.substitute(
         title=_text(f"jgt plan: {plan.target}, {plan.devices} devices"),
         text=_text(text.getvalue()),
@@ -51,11 +53,6 @@ def page(plan: Plan) -> str:
 
 def _text(value: object) -> str:
     return html.escape(str(value))
-
-
-def _timeline(plan: Plan) -> str:
-    signals = [row.signal for row in plan.signals]
-    return "".join(_panel(panel, signals) for panel in plan.timeline)
 
 
 def _panel(panel: Panel, signals: Sequence[str]) -> str:
