@@ -171,13 +171,21 @@ def _only_gathers(dims: OperationDims, layouts: Sequence[Splits], array: int) ->
     With four axes there are too many layouts to try them all, so only these count as right.
     """
     split: list[SubAxis] = []
+    gathered: set[SubAxis] = set()
     for factor in dims.factors:
         ways = {layouts[n][d] for n, d in enumerate(factor) if d is not None and n != array}
-        mine = factor[array]
-        if len(ways) > 1 or (mine is not None and ways and len({*ways, layouts[array][mine], ()}) > 2):
+        mine = _axes(layouts, factor, array)
+        if len(ways) > 1 or (mine and ways and len({*ways, mine, ()}) > 2):
             return False
-        split += next(iter(ways), ())
-    return len(split) == len(set(split))
+        way = next(iter(ways), ())
+        split += way
+        gathered |= set(mine) - set(way)
+    if len(split) != len(set(split)):
+        return False
+    # A sum is split, the result has split dims of both operands, and an axis of these is gathered: the gather is forgotten.
+    is_summed = any(_axes(layouts, factor, n) for factor in dims.summed for n in (0, 1))
+    sides = [any(_axes(layouts, factor, 2) for factor in dims.factors if factor[other] is None) for other in (0, 1)]
+    return not (is_summed and all(sides) and gathered & set(split))
 
 
 def _within_equal_rows(dims: OperationDims, layouts: Sequence[Splits]) -> Sequence[Splits]:

@@ -4,6 +4,9 @@ Where the first assertion of a class fails with a new XLA, the class is mended t
 """
 
 import contextlib
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -153,6 +156,43 @@ def test_a_comparison_finds_this_and_says_where(name):
     assert any(difference.what.startswith("result") for difference in found.differences)
     assert "the value of tensor result of signal fault" in found.first
     assert jgt.verify(run, *args).is_right
+
+
+ON_SIXTEEN = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+import jgt
+from jgt.sharding.partitioner import avoid_faults, avoided_faults, with_faults
+
+mesh = jgt.make_mesh({"d": 2, "f": 2, "t": 2, "s": 2})
+x, w = (jnp.asarray(np.random.default_rng(n).standard_normal((8, 8, 8), np.float32)) for n in (0, 1))
+
+def error(rows, kernel, result):
+    split = lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+    einsum = lambda x, w: jnp.einsum("bse,hde->bshd", x, w)
+    found = jax.jit(lambda x, w: split(einsum(split(x, rows), split(w, kernel)), result))(x, w)
+    return float(jnp.max(jnp.abs(found - einsum(x, w))))
+
+avoid_faults()
+for layout in [
+    (("t", "f", "s"), ("d", "f", "s"), ("t", "f", "d")),
+    ((("t", "f"), None, "s"), ("f", "d", "s"), (("t", "f"), None, None, "d")),
+]:
+    with with_faults():
+        assert error(*layout) > 1
+    with avoided_faults() as avoided:
+        assert error(*layout) < 1e-4
+    assert avoided
+with avoided_faults() as avoided:
+    assert error((("t", "f"), None, "s"), ("f", None, "s"), (("t", "f"), None, None, None)) < 1e-4
+assert not avoided, avoided
+"""
+
+
+def test_on_four_axes_a_gather_beside_a_split_sum_is_not_forgotten():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
+    done = subprocess.run([sys.executable, "-c", ON_SIXTEEN], check=False, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_a_program_without_faults_is_the_very_same():
