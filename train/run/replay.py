@@ -174,13 +174,14 @@ def _sample_losses(setup: Setup, state: State, batches: Iterable[dict[str, jax.A
     """The mean loss of each sample of each batch, [batch] in nats per token.
 
     The trainer's own loss returns only a sum of weights times nats over all tokens. Its gradient with respect to the weights is therefore
-    the nats of each token, and no second loss function is needed. Of any other loss each sample is evaluated alone.
+    the nats of each token, and no second loss function is needed. With any other loss, and in a pipeline, which has gradients by parameters
+    only, each sample is evaluated alone.
     """
     loss = setup.objective.evaluated
 
     def rows(params: Any, variables: Any, batch: dict[str, jax.Array]) -> jax.Array:
         params = setup.objective.used(params)
-        if not setup.objective.is_token_loss:
+        if not setup.objective.is_token_loss or setup.run.pipeline is not None:
             return jax.lax.map(lambda i: alone(params, variables, batch, i), jnp.arange(setup.run.config.train.batch))
         weights = batch["weights"]
         nats = jax.grad(lambda ones: loss(params, variables, batch | {"weights": ones})[0])(jnp.ones_like(weights))

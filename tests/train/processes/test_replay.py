@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from train.run.start import Feed
 from train.run.train import train
 from train.setup import Setup
 
+RULES = Path(__file__).parents[3] / "configs" / "rules"
 NAN = float("nan")
 WELL = np.float32([2.0, 2.1, 1.9, 2.0])
 BEFORE = {5: 2.0, 6: 2.1, 7: 1.9, 8: 2.0}
@@ -155,7 +157,16 @@ def test_a_machine_that_computes_otherwise_the_second_time(trained, monkeypatch)
     assert verdict.fault == "machine" and verdict.text.startswith("step 6 came out differently")
 
 
-def test_a_sample_that_spoils_a_step_is_named(tiny, monkeypatch):
+PADDED = (f"rules={RULES / 'fsdp_tensor.yaml'}", "mesh={data: 1, fsdp: 4, tensor: 2}", "model.vocab=257")
+STAGES = (
+    f"rules={RULES / 'pipeline.yaml'}",
+    "mesh={data: 1, fsdp: 4, stage: 2, tensor: 1}",
+    "pipeline={signal: layers, microbatches: 2}",
+)
+
+
+@pytest.mark.parametrize("layout", [(), PADDED, STAGES], ids=["one device", "a padded vocabulary", "stacks of stages"])
+def test_a_sample_that_spoils_a_step_is_named(tiny, monkeypatch, layout):
     plain = Feed.train
 
     def spoiled(self, samples):
@@ -163,7 +174,7 @@ def test_a_sample_that_spoils_a_step_is_named(tiny, monkeypatch):
             yield batch | {"weights": batch["weights"].at[3].set(jnp.nan)} if step == 2 else batch
 
     monkeypatch.setattr(Feed, "train", spoiled)
-    run = tiny("train.steps=3", "train.on_nonfinite=skip")
+    run = tiny("train.steps=3", "train.on_nonfinite=skip", *layout)
     train(run)
     verdict = replay(run, 2)
     assert verdict.fault == "data" and verdict.text.endswith("Look at the samples 19")
