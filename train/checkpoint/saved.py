@@ -34,7 +34,7 @@ from .signature import Key
 from .steps import Steps, find_steps
 
 _Result = TypeVar("_Result")
-_CHANGE = "Give the run another name (run.name=...), or the model it was started with"
+_CHANGE = "Give the run another name (run.name=...), or the model and the optimizer that it was started with"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +179,7 @@ def check_arrays(where: Path, old: Sequence[ArrayEntry], new: Sequence[ArrayEntr
     where: the checkpoint's folder; old: its arrays; new: the run's. convert: floating types may differ.
     """
     saved, wanted = ({entry.path: entry for entry in entries} for entries in (old, new))
-    problems = [f"{path}: is not part of this model. {_CHANGE}" for path in sorted(saved.keys() - wanted.keys())]
+    problems = [f"{path}: is not part of this run. {_CHANGE}" for path in sorted(saved.keys() - wanted.keys())]
     problems += [f"{path}: is missing in the checkpoint. {_CHANGE}" for path in sorted(wanted.keys() - saved.keys())]
     for path in sorted(saved.keys() & wanted.keys()):
         before, after = saved[path], wanted[path]

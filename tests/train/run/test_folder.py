@@ -45,13 +45,14 @@ def test_the_rest_may_change(tiny, started, override):
 
 
 def test_another_model_data_and_seed_are_named_at_once(tiny, started, tmp_path):
-    found = problems(check_folder, tiny("model.layers=3", "model.tied=true", "data.eval_tokens=7", "run.seed=5"), Resume())
+    found = problems(check_folder, tiny("model.layers=3", "model.tied=true", "data.eval_tokens=7", "run.seed=5", "optimizer.name=muon"), Resume())
     config = tmp_path / "run" / "config.yaml"
     assert [problem.partition(". Change it back")[0] for problem in found] == [
         f"command line: model.layers=3: model.layers: is 3, but {config} was started with 2",
         f"command line: model.tied=true: model.tied: is true, but {config} was started with false",
         f"command line: data.eval_tokens=7: data.eval_tokens: is 7, but {config} was started with 0",
         f"command line: run.seed=5: run.seed: is 5, but {config} was started with 0",
+        f"command line: optimizer.name=muon: optimizer.name: is 'muon', but {config} was started with 'adamw'",
     ]
     assert found[0].endswith("Change it back, give the run another name (run.name=...), or allow it (--allow-change model.layers)")
 
@@ -101,7 +102,7 @@ def test_other_data_may_be_allowed(tiny, started):
 def test_a_misspelt_key_has_its_nearest_name(key, near):
     assert problems(read_resume, "auto", [key], Path()) == (
         f"command line: --allow-change: {key}: unknown key. Did you mean '{near}'? It takes these keys and the keys below them: "
-        "model, data, run.seed, code",
+        "model, data, run.seed, optimizer.name, code",
     )
 
 
@@ -110,7 +111,7 @@ def test_keys_that_cannot_be_allowed(key):
     (problem,) = problems(read_resume, "auto", ["model.layers", key], Path())
     assert problem == (
         f"command line: --allow-change: {key}: is not a key that needs to be allowed. "
-        "It takes these keys and the keys below them: model, data, run.seed, code"
+        "It takes these keys and the keys below them: model, data, run.seed, optimizer.name, code"
     )
 
 
