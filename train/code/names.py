@@ -31,6 +31,7 @@ GROUP = "jgt.code"
 """The group of entry points by which an installed package offers models, losses, optimizers and data."""
 PYTHON = "python"
 """The module of names that were given as objects: `python:Mamba`."""
+_MOST_SHOWN = 12
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
@@ -91,10 +92,14 @@ def call_with(function: Callable[..., Any], given: Mapping[str, Any], offered: M
     parameters = {p.name: p for p in declared if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_all = any(p.kind == p.VAR_KEYWORD for p in declared)
     # A linen module's own fields are not for a config.
-    own = [name for name in parameters if name not in offered and name not in ("parent", "name")]
+    named = [name for name in parameters if name not in ("parent", "name", "rngs")]
+    own = [name for name in named if name not in offered]
     title = getattr(function, "__name__", "the function")
+    takes = f"It takes: {', '.join(named[:_MOST_SHOWN]) or 'none'}{', ..' * (len(named) > _MOST_SHOWN)}"
     problems = [
-        f"{where(key)}: {title} has no argument {key!r}. {nearest(key, own)}" for key in given if key not in parameters and not takes_all
+        " ".join(filter(None, (f"{where(key)}: {title} has no argument {key!r}.", nearest(key, own, lists=False), takes)))
+        for key in given
+        if key not in parameters and not takes_all
     ]
     problems += [
         f"{where('')}: {title} needs the argument {name!r}. Add it as a key here"

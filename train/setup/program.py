@@ -77,7 +77,7 @@ def program_of(config: Config, layout: MeshLayout, code: Code, where: Where, *, 
     loss = None if own is None else load_object(own, "train.loss", code, where("train.loss"))
     attention, grouped = None, ""
     if isinstance(config.model, OwnModel):
-        model = _own_model(config.model, code, where, partial(_call_on_zeros, rows, loss))
+        model = _own_model(_with_keys_to_take(config.model, config.data, code, where), code, where, partial(_call_on_zeros, rows, loss))
     else:
         attention = _attention(config.model, layout, where)
         model = build(config.model, attention.kernel)
@@ -126,6 +126,17 @@ def may_reshape(optimizer: OptimizerConfig | OwnOptimizer) -> bool:
     """Whether parameters may be stored in other shapes than the model's."""
     # An optimizer of the user's own sees the model's shapes, which may tell it something. The host's memory has no all-to-all.
     return not isinstance(optimizer, OwnOptimizer) and optimizer.offload != "host"
+
+
+def _with_keys_to_take(model: OwnModel, data: DataConfig | OwnData, code: Code, where: Where) -> OwnModel:
+    """The section with the values that it sets, and that the data does not read, among its arguments: a model must take these."""
+    values = {"vocab": model.vocab, "seq": model.seq, "dtype": compute_type(model)}
+    read = ["vocab", "seq"]
+    if isinstance(data, OwnData):
+        read = inspect.signature(load_object(data.source, "data.source", code, where("data.source"))).parameters
+    # The config of a run directory has all keys. One that has its default asks for nothing.
+    asked = {key: value for key, value in values.items() if getattr(model, key) != getattr(OwnModel, key) and key not in read}
+    return replace(model, arguments={**model.arguments, **asked})
 
 
 def _own_model(config: OwnModel, code: Code, where: Where, call: Callable[[Any], Any]) -> Model:

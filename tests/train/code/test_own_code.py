@@ -91,7 +91,7 @@ def test_what_a_signature_does_not_take_and_lacks_is_reported(code):
     assert set(caught.value.problems) == {
         "run.yaml:3: model.kind: Mamba needs the argument 'vocab'. Add it as a key here",
         "run.yaml:3: model.kind: Mamba needs the argument 'width'. Add it as a key here",
-        "run.yaml:3: model.widht: Mamba has no argument 'widht'. Did you mean 'width'?",
+        "run.yaml:3: model.widht: Mamba has no argument 'widht'. Did you mean 'width'? It takes: width, depth, vocab",
     }
 
 
@@ -196,4 +196,48 @@ def test_recompute_and_wide_gradients_are_for_models_of_ones_own_too(tmp_path):
     wide = program("Stacked", "optimizer.gradients=f32")
     assert wide.count("preferred_element_type=float32") >= plain.count("preferred_element_type=float32") + 2
     with pytest.raises(InputError, match=r"train\.remat: the model's layers are not a scan over stacked parameters"):
-        program("Flat", "train.remat=block")
+        program("Flat", "train.remat=block", "model.dtype=f32")
+
+
+OWN_SIZES = """
+import jax.numpy as jnp
+from flax import nnx
+
+class Net(nnx.Module):
+    def __init__(self, *, width=4, rngs):
+        self.layer = nnx.Linear(3, width, rngs=rngs)
+
+def typed(*, dtype, rngs):
+    return nnx.Linear(3, 4, dtype=dtype, rngs=rngs)
+
+def loss(model, batch):
+    return jnp.mean(model.layer(batch["x"]) ** 2) if isinstance(model, Net) else jnp.mean(model(batch["x"]).astype(jnp.float32) ** 2)
+
+def data():
+    return [{"x": [1.0, 2.0, 3.0]}] * 40
+
+def sized(seq):
+    return data()
+"""
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "expected"),
+    [
+        ("kind: 'sizes:Net', dtype: bf16, vocab: 300, seq: 77", "data", ["dtype", "vocab", "seq"]),
+        ("kind: 'sizes:Net', dtype: bf16, seq: 77", "sized", ["dtype"]),
+        ("kind: 'sizes:typed', dtype: bf16", "data", []),
+        # As the config of a run directory has them.
+        ("kind: 'sizes:Net', dtype: f32, vocab: 256, seq: 128", "data", []),
+    ],
+)
+def test_a_key_of_the_model_that_nothing_takes_is_an_error(tmp_path, model, source, expected):
+    (tmp_path / "sizes.py").write_text(OWN_SIZES)
+    file = tmp_path / "run.yaml"
+    file.write_text(f"train: {{batch: 8, loss: 'sizes:loss'}}\nmodel: {{{model}}}\ndata: {{source: 'sizes:{source}'}}\n")
+    problems = ()
+    try:
+        prepare(load(file, code=read_code([tmp_path])))
+    except InputError as error:
+        problems = error.problems
+    assert sorted(problems) == sorted(f"{file}:2: model.{key}: Net has no argument {key!r}. It takes: width" for key in expected)

@@ -45,7 +45,8 @@ def test_the_rest_may_change(tiny, started, override):
 
 
 def test_another_model_data_and_seed_are_named_at_once(tiny, started, tmp_path):
-    found = problems(check_folder, tiny("model.layers=3", "model.tied=true", "data.eval_tokens=7", "run.seed=5", "optimizer.name=muon"), Resume())
+    changes = ("model.layers=3", "model.tied=true", "data.eval_tokens=7", "run.seed=5", "optimizer.name=muon")
+    found = problems(check_folder, tiny(*changes), Resume())
     config = tmp_path / "run" / "config.yaml"
     assert [problem.partition(". Change it back")[0] for problem in found] == [
         f"command line: model.layers=3: model.layers: is 3, but {config} was started with 2",
