@@ -407,7 +407,7 @@ def limits(cls, prefix=""):
             inside = typing.get_args(option)[0] if typing.get_origin(option) is tuple else option
             if dataclasses.is_dataclass(inside):
                 yield from limits(inside, f"{prefix}{name}{'' if inside is option else '[]'}.")
-            elif typing.get_origin(option) is typing.Annotated:
+            elif typing.get_origin(option) is typing.Annotated and isinstance(option.__metadata__[0], document.Bound):
                 yield f"{prefix}{name}", option.__metadata__[0]
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from jgt import document
-from jgt.document import Bound
+from jgt.document import Bound, LocalPath
 from jgt.mesh.sizes import MeshSizes
 
 Count = Annotated[int, Bound(low=1, high=1_000_000_000)]
@@ -55,7 +55,7 @@ class RunConfig:
     """
 
     name: str = "run"
-    dir: str | None = None
+    dir: LocalPath | None = None
     # JAX keeps 32 bits of a seed.
     seed: Annotated[int, Bound(low=0, high=2**32 - 1)] = 0
 
@@ -98,7 +98,7 @@ class XlaConfig:
 
     preset: Literal["auto", "none", "gpu-overlap", "gpu-pipeline", "gpu-fp8"] = "auto"
     flags: dict[str, bool | int | float | str] = field(default_factory=dict)
-    cache: str | None = "auto"
+    cache: LocalPath | None = "auto"
 
     def plain_flags(self) -> dict[str, str]:
         """The flags as XLA spells them: names without dashes, values as text, `true` and `false` in lower case."""
@@ -200,8 +200,8 @@ class CheckpointConfig:
     every: Natural = 0
     keep: Count = 3
     sha256: bool = False
-    key: str | None = None
-    weights: str | None = None
+    key: LocalPath | None = None
+    weights: LocalPath | None = None
     cast: bool = False
 
 

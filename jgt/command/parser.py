@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jgt.document import InputError, nearest, shown
+from jgt.document.files import url_problem
 
 _MAX_LINE = 2_000
 
@@ -70,7 +71,9 @@ class CommandParser(argparse.ArgumentParser):
         given = arguments[: arguments.index("--")] if "--" in arguments else arguments
         problems: list[str] = []
         for argument in given:
-            flag = argument.partition("=")[0]
+            flag, _, value = argument.partition("=")
+            if problem := url_problem(value if argument.startswith("--") else argument):
+                problems.append(problem)
             if not argument.startswith("--") or flag in self._option_string_actions:
                 continue
             if re.fullmatch(r"--\w+(\.\w+)+", flag):

@@ -14,6 +14,7 @@ from jgt.document.bind import bind as bind
 from jgt.document.compose import merge as merge
 from jgt.document.compose import override as override
 from jgt.document.compose import read as read
+from jgt.document.files import LocalPath as LocalPath
 from jgt.document.files import path_problem as path_problem
 from jgt.document.files import read_bytes as read_bytes
 from jgt.document.files import read_text as read_text
@@ -25,4 +26,4 @@ from jgt.document.problems import shown as shown
 from jgt.document.reader import dump as dump
 from jgt.document.reader import parse as parse
 
-__all__ = ["Bound", "InputError", "Node", "bind", "dump", "nearest", "override", "path_problem", "read", "read_bytes", "shown"]
+__all__ = ["Bound", "InputError", "LocalPath", "Node", "bind", "dump", "nearest", "override", "path_problem", "read", "read_bytes", "shown"]

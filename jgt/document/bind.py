@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from jgt.document.files import url_problem
 from jgt.document.node import Node, dotted_key
 from jgt.document.problems import nearest, shown
 
@@ -52,7 +53,7 @@ def bind(node: Node, cls: type[_T], problems: list[str]) -> _T | None:
     """Fills a frozen dataclass from a mapping. Appends to `problems`, and returns None if a field could not be filled.
 
     Field types may be bool, int, float, str, Literal, a dataclass, `tuple[T, ...]`, `dict[str, T]`, unions,
-    `Annotated[number, Bound]`, and Node for a part that its owner reads. A class may have a method `problems()` that yields
+    `Annotated[number, Bound]`, LocalPath, and Node for a part that its owner reads. A class may have a method `problems()` that yields
     (field, message) for what only several fields together show to be wrong. A static method `variant(node)` may name another class to
     fill instead, and `REST` the field that takes all keys that are not fields, with their plain values.
     """
@@ -135,6 +136,8 @@ def _bind_annotated(node: Node, arguments: _HintArguments, problems: list[str]) 
     if isinstance(value, int | float):
         complaints = [bound.complaint(value) for bound in arguments[1:] if isinstance(bound, Bound)]
         problems += [node.problem(complaint) for complaint in complaints if complaint]
+    elif isinstance(value, str) and url_problem in arguments and (problem := url_problem(value)):
+        problems.append(node.problem(problem))
     return value
 
 

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
 
-from jgt.document.problems import InputError, most_similar
+from jgt.document.problems import InputError, most_similar, shown
 
 _MAX_BESIDE = 10_000
 _PREFIX = "jgt:"
 _PACKAGE = Path(__file__).parents[1]
 _YAML = (".yaml", ".yml")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _KINDS = {
     stat.S_IFREG: "a file",
     stat.S_IFDIR: "a folder",
@@ -30,6 +32,17 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+def url_problem(text: str) -> str | None:
+    """Why a text is no path if it is a URL, such as `s3://bucket/run`. None: it is none."""
+    if not _URL.match(text):
+        return None
+    return f"{shown(text)} is a URL, but jgt reads and writes files only. Copy it to a disk, or mount it as a folder, and give that path"
+
+
+LocalPath = Annotated[str, url_problem]
+"""The type of a key that takes a path, for `jgt.document.bind`, which refuses a URL there."""
 
 
 def path_problem(path: str | Path, kind: Literal["file", "folder"] = "file") -> str | None:

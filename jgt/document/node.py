@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from jgt.document.files import locate, path_problem, shipped_folder, similar_file
+from jgt.document.files import locate, path_problem, shipped_folder, similar_file, url_problem
 from jgt.document.problems import InputError, shown
 
 Value: TypeAlias = "dict[str, Node] | list[Node] | str | int | float | bool | None"
@@ -96,6 +96,8 @@ class Node:
         """As `path`, for a file that must exist. Raises InputError."""
         if not isinstance(self.value, str):
             raise InputError([self.problem(f"must be the path of a file, not {self.in_words()}")])
+        if problem := url_problem(self.value):
+            raise InputError([self.problem(problem)])
         path = self.path(folder, shipped)
         if problem := path_problem(path):
             # A missing file needs no reason.

@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, Self
 
-from jgt.document import Bound
+from jgt.document import Bound, LocalPath
 from jgt.schedule.schedules import CHUNKED, TRIED, find_table
 from jgt.schedule.simulate import Costs, Simulation, simulate
 from jgt.schedule.table import Table
@@ -35,7 +35,7 @@ class PipelineConfig:
     signal: str
     microbatches: Annotated[int, Bound(low=1, high=65_536)]
     axis: str = "stage"
-    schedule: str = "1f1b"
+    schedule: LocalPath = "1f1b"
     virtual: Annotated[int, Bound(low=1, high=1_024)] | None = None
     remat: Literal["none", "layer", "stage"] = "none"
     gather: Literal["step", "layer"] = "step"

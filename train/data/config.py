@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from jgt.document import Bound, InputError, Node, path_problem, shown
+from jgt.document import Bound, InputError, LocalPath, Node, path_problem, shown
 
 from ..code.names import is_name
 from ..sections import is_installed
@@ -54,10 +54,10 @@ class _SourceKeys:
     dtype: the type of the ids in .bin files without a header; for the source tokens.
     """
 
-    path: str | None = None
-    eval_path: str | None = None
+    path: LocalPath | None = None
+    eval_path: LocalPath | None = None
     field: str = "text"
-    tokenizer: str = BYTES
+    tokenizer: LocalPath = BYTES
     dtype: Literal["uint16", "uint32"] = "uint16"
 
 

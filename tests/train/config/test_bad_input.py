@@ -178,6 +178,30 @@ def test_one_problem(write, refused, text, expected):
     assert expected in problem
 
 
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("extends", "extends: URL"),
+        ("rules", "mesh: {data: 2}\nrules: URL"),
+        ("run.dir", "run: {dir: URL}"),
+        ("xla.cache", "xla: {cache: URL}"),
+        ("data.path", "data: {source: text, path: URL}"),
+        ("data.eval_path", "data: {source: text, path: '*', eval_path: URL}"),
+        ("data.tokenizer", "data: {tokenizer: URL}"),
+        ("data.mixture[0].path", "data: {source: mixture, mixture: [{source: text, weight: 1, path: URL}]}"),
+        ("checkpoint.weights", "checkpoint: {weights: URL}"),
+        ("checkpoint.key", "checkpoint: {key: URL}"),
+        ("pipeline.schedule", "pipeline: {signal: layers, axis: stage, microbatches: 2, schedule: URL}"),
+    ],
+)
+@pytest.mark.parametrize("url", ["s3://bucket/x.csv", "gs://bucket/x", "file:///tmp/x"])
+def test_a_url_is_no_path(write, refused, key, text, url):
+    path = write("run.yaml", text.replace("URL", url))
+    line = 2 if key == "rules" else 1
+    why = f"'{url}' is a URL, but jgt reads and writes files only. Copy it to a disk, or mount it as a folder, and give that path"
+    assert f"{path}:{line}: {key}: {why}" in refused(path)
+
+
 def test_not_utf8(tmp_path, refused):
     path = tmp_path / "run.yaml"
     path.write_bytes(b"run:\n  name: \xff\n")
