@@ -171,10 +171,16 @@ class StandardStream:
                 self._error = None
                 # A daemon, because it may still wait for its reader when the run is over.
                 self._writer = threading.Thread(target=self._write_in_thread, args=(stream, text), name="stream", daemon=True)
-                self._writer.start()
-                self._writer.join(PATIENCE_SECONDS)
+                try:
+                    self._writer.start()
+                except RuntimeError:
+                    # The system allows no further thread. Most streams do not block.
+                    self._writer = None
+                    self._write_in_thread(stream, text)
+                else:
+                    self._writer.join(PATIENCE_SECONDS)
             # The text counts as lost from now on, although it still appears if the reader comes back.
-            if self._writer.is_alive():
+            if self._writer is not None and self._writer.is_alive():
                 raise TimeoutError("its reader has stopped reading")
             if self._error is not None:
                 raise self._error
@@ -202,9 +208,9 @@ def _write_to(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-def say(text: str) -> None:
+def say(text: str, *, who: str = "jgt") -> None:
     """Prints a line for a person on stderr, if it works."""
-    say_lines([f"jgt: {text}"])
+    say_lines([f"{who}: {text}"])
 
 
 def say_lines(lines: Iterable[str]) -> None:

@@ -116,6 +116,30 @@ def test_a_damaged_choice_is_refused_by_name(start, tmp_path):
         start("h100:1x8")
 
 
+@pytest.mark.parametrize(
+    "forged",
+    [
+        ["run.dir=/elsewhere", "optimizer.lr=0.5", "xla.cache=/elsewhere"],
+        ["mesh={data: 3}"],
+        ["run.dir=/elsewhere"],
+        "mesh",
+        [{"mesh": 1}],
+        None,
+    ],
+)
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_forged_choice_sets_nothing(start, tmp_path, forged, beside):
+    run, _ = start("h100:1x8")
+    path = tmp_path / "mine" / "layout.json"
+    kept = json.loads(path.read_text())
+    right = kept["overrides"]
+    path.write_text(json.dumps({**kept, "overrides": [*right, *forged] if beside and isinstance(forged, list) else forged}))
+    again, said = start("h100:1x8")
+    assert (again.config, again.mesh) == (run.config, run.mesh)
+    assert "names no layout of this search" in said[0]
+    assert json.loads(path.read_text())["overrides"] == right
+
+
 def test_several_processes_are_refused(start):
     with pytest.raises(InputError, match=r"run.yaml:4: train.auto: is for a run of one process, and this one has 4"):
         start("h100:1x8", num_processes=4)

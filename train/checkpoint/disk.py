@@ -16,7 +16,7 @@ import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from jgt.document import shown
 
@@ -72,6 +72,13 @@ def kind(path: Path, *, follow: bool = False) -> int | None:
     except ValueError:
         # A path with a zero byte.
         return None
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """Opens a regular file to read. Raises OSError for anything else of this name: a pipe would block, a device might never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return path.open("rb")
 
 
 def sync_tree(folder: Path) -> None:

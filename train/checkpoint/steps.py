@@ -124,17 +124,17 @@ class Steps:
             trash = self.folder / _TRASH
             trash.mkdir(exist_ok=True)
             # An earlier removal of the same step may have been interrupted, and a rename needs an empty target.
-            _remove(trash / str(step))
+            remove(trash / str(step))
             self.path(step).rename(trash / str(step))
             # Otherwise a power cut could leave a step listed whose first files are removed.
             sync(self.folder)
-        _remove(self.folder / _TRASH)
+        remove(self.folder / _TRASH)
 
     def clear(self) -> None:
         """Removes what an interrupted save or removal left. Must not be called while a save is under way."""
         for path in self._entries():
             if _SAVING in path.name or path.name == _TRASH:
-                _remove(path)
+                remove(path)
 
     def _entries(self) -> list[Path]:
         if kind(self.folder) != stat.S_IFDIR:
@@ -142,8 +142,9 @@ class Steps:
         return patiently(lambda: list(self.folder.iterdir()), self.folder)
 
 
-def _remove(path: Path) -> None:
-    # rmtree refuses links. A link goes without what it leads to.
+def remove(path: Path) -> None:
+    """Removes a file or a folder, if it is there. A link goes without what it leads to. Raises OSError."""
+    # rmtree refuses links.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -16,9 +16,9 @@ from jgt.document import InputError
 
 from ..__main__ import check_resume, load_run
 from ..__main__ import parser as train_parser
-from ..command_line import seconds, whole_number
+from ..command_line import EndError, Exit, say_lines, seconds, settle_streams, whole_number
 from ..config import Run
-from .group import environments
+from .group import environments, report
 from .supervisor import Launcher, Policy, supervise
 
 _MAX_PROCESSES = 1_024
@@ -26,7 +26,7 @@ _MAX_PROCESSES = 1_024
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code of the run; 2 for wrong input, in which case nothing was started."""
+    """The exit code of the run; 2 for wrong input, in which case nothing was started, and 1 if another run uses the directory."""
     argv = sys.argv[1:] if argv is None else list(argv)
     # The first one separates. A later `--` belongs to the arguments of the run.
     at = argv.index("--") if "--" in argv else len(argv)
@@ -36,11 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = _check(arguments, options)
         policy = Policy(processes=options.processes, restarts=options.restarts, min_processes=options.min_processes or options.processes)
         launcher = Launcher(arguments, run, grace_seconds=options.grace, fewer=policy.min_processes < policy.processes)
+        with launcher:
+            return supervise(policy, launcher, report)
     except InputError as error:
-        print("\n".join(error.problems), file=sys.stderr)
-        return 2
-    with launcher:
-        return supervise(policy, launcher, lambda text: print(f"jgt launch: {text}", file=sys.stderr, flush=True))
+        say_lines(error.problems)
+        return Exit.INPUT
+    except EndError as error:
+        report(str(error))
+        return error.code
+    finally:
+        settle_streams()
 
 
 def _check(arguments: list[str], options: argparse.Namespace) -> Run:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import secrets
 import signal
@@ -23,10 +24,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from jgt.document import InputError
 
-from ..command_line import FEWER, LAUNCHED, TOKEN, Exit
+from ..checkpoint.disk import describe
+from ..command_line import FEWER, LAUNCHED, TOKEN, Exit, say
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _WELL = (Exit.DONE, Exit.LOST)
@@ -35,6 +38,8 @@ _POLL_SECONDS = 0.1
 _STACKS_SECONDS = 2.0
 # Linux's sys/prctl.h; Python's standard library has no prctl.
 _PR_SET_PDEATHSIG = 1
+report = functools.partial(say, who="jgt launch")
+"""Prints a line for a person. A terminal that is closed or stopped does not keep the launcher from a restart."""
 
 
 def environments(count: int, *, virtual: bool, fewer: bool = False) -> list[dict[str, str]]:
@@ -76,24 +81,32 @@ class End:
 
 
 class Group:
-    """Processes of one run, one for each environment. The first one writes to the terminal, the others to files in `logs`."""
+    """Processes of one run, one for each environment. The first one writes to the terminal, the others to files in `logs`.
+
+    A process whose file cannot be opened writes to the terminal too. Raises OSError if not all processes can be started.
+    """
 
     def __init__(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], logs: Path):
         count, port = len(environments), _free_port()
         # New for each group, so that a process which outlived its group cannot join the next.
         ours = {TOKEN: secrets.token_hex(32), LAUNCHED: "1"}
         self._processes: list[subprocess.Popen[bytes]] = []
-        logs.mkdir(parents=True, exist_ok=True)
-        for process, environment in enumerate(environments):
-            flags = [] if count == 1 else ["--coordinator", f"localhost:{port}", "--processes", str(count), "--process", str(process)]
-            # Through jgt, because `-m train` would run a train.py of the user's.
-            command = [sys.executable, "-m", "jgt", "train", *arguments, *flags]
-            with contextlib.nullcontext() if process == 0 else (logs / f"process-{process}.log").open("ab") as log:
-                # In a new session, so that Ctrl-C reaches only the launcher, which passes it on once. preexec_fn is not safe in
-                # a process with several threads; the launcher has only one.
-                prepare, variables = _end_with(os.getpid()), {**environment, **ours}
-                started = subprocess.Popen(command, stdout=log, stderr=log, env=variables, start_new_session=True, preexec_fn=prepare)  # noqa: PLW1509
-                self._processes.append(started)
+        try:
+            for process, environment in enumerate(environments):
+                flags = [] if count == 1 else ["--coordinator", f"localhost:{port}", "--processes", str(count), "--process", str(process)]
+                # Through jgt, because `-m train` would run a train.py of the user's.
+                command = [sys.executable, "-m", "jgt", "train", *arguments, *flags]
+                with contextlib.nullcontext() if process == 0 else _open_log(log_of(logs, process)) as log:
+                    # In a new session, so that Ctrl-C reaches only the launcher, which passes it on once. preexec_fn is not safe in a
+                    # process with several threads; the launcher's second one does nothing but write to stderr.
+                    prepare, variables = _end_with(os.getpid()), {**environment, **ours}
+                    started = subprocess.Popen(command, stdout=log, stderr=log, env=variables, start_new_session=True, preexec_fn=prepare)  # noqa: PLW1509
+                    self._processes.append(started)
+        except OSError:
+            # Those that were started would wait for the others, and the next group would start beside them.
+            self.send(signal.SIGKILL)
+            self.wait(0)
+            raise
 
     def wait(self, grace_seconds: float) -> End:
         """Waits until all processes have ended. `grace_seconds` after the first failure, the remaining ones are killed."""
@@ -123,6 +136,22 @@ class Group:
         while time.monotonic() < deadline and any(process.poll() is None for process in self._processes):
             time.sleep(_POLL_SECONDS)
         self.send(signal.SIGKILL)
+
+
+def log_of(logs: Path, process: int) -> Path:
+    """The file with the output of a process."""
+    return logs / f"process-{process}.log"
+
+
+def _open_log(path: Path) -> IO[bytes] | contextlib.nullcontext[None]:
+    """A log to append to; nothing, and a line for a person, if it cannot be opened."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A link would lead outside of the run directory, and a pipe would block.
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "ab")
+    except OSError as error:
+        report(f"{describe(error, path)}. The output of this process follows here")
+        return contextlib.nullcontext()
 
 
 def _free_port() -> int:

@@ -10,21 +10,26 @@ following start takes it in again. If all together then bring no newer checkpoin
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ..checkpoint.steps import FOLDER, Steps
-from ..command_line import Exit
-from ..config import Run
-from ..run.folder import LOGS, earlier_files
-from .group import End, Group, environments
+from jgt.document import InputError
 
-_LAST_LINES = 20
+from ..checkpoint.disk import describe, open_file
+from ..checkpoint.steps import FOLDER, Steps
+from ..command_line import Exit, say_lines
+from ..config import Run
+from ..run.folder import LOGS, earlier_files, lock_folder
+from .group import End, Group, environments, log_of, report
+
+_LAST_LINES, _LAST_BYTES = 20, 1 << 14
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _LONGEST_DELAY_SECONDS = 60.0
 # 2 ** 6 seconds is more than the longest delay. Without the bound the power would overflow after a thousand restarts.
@@ -88,10 +93,21 @@ class Launcher:
             signal.signal(number, handler)
 
     def run(self, processes: int, *, again: bool) -> End:
-        """Starts a group and waits for its end. Prints the last lines of the process that failed first, if it writes to a file."""
-        # `--resume never` would discard what the first start saved; but not before that start has moved the earlier run away.
-        arguments = _without_never(self._arguments) if again and not self._is_to_be_moved() else self._arguments
-        self._group = Group(arguments, environments(processes, virtual=self._virtual, fewer=self._fewer), self._logs)
+        """Starts a group and waits for its end. Prints the last lines of the process that failed first, if it writes to a file.
+
+        Raises InUseError if another run is using the directory: a restart would not help.
+        """
+        # What is wrong with the directory, the processes report.
+        with contextlib.suppress(InputError), lock_folder(self._folder):
+            pass
+        variables = environments(processes, virtual=self._virtual, fewer=self._fewer)
+        try:
+            # `--resume never` would discard what the first start saved; but not before that start has moved the earlier run away.
+            arguments = _without_never(self._arguments) if again and not self._is_to_be_moved() else self._arguments
+            self._group = Group(arguments, variables, self._logs)
+        except OSError as error:
+            report(f"the processes cannot be started: {describe(error, self._folder)}")
+            return End(codes=(Exit.FAILED,), first=0)
         # A signal that came while the group was being started found no group to pass it on to.
         if self._stopped.is_set() and not self._passed_on:
             self._group.send(signal.SIGTERM)
@@ -100,9 +116,8 @@ class Launcher:
         self._group = None
         # Not for the first process (0), whose output is on the terminal already.
         if end.first:
-            log = self._logs / f"process-{end.first}.log"
-            lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-            print("\n".join([f"--- the end of {log}", *lines, "---"]), file=sys.stderr)
+            log = log_of(self._logs, end.first)
+            say_lines([f"--- the end of {log}", *_last_lines(log), "---"])
         return end
 
     def newest_step(self) -> int:
@@ -133,6 +148,16 @@ class Launcher:
             self._passed_on |= is_stop
             # SIGTERM also for Ctrl-C and SIGHUP: the processes stop after a step and save it.
             self._group.send(signal.SIGTERM if is_stop else number)
+
+
+def _last_lines(log: Path) -> list[str]:
+    """The last lines of a log, or why there are none."""
+    try:
+        with open_file(log) as file:
+            file.seek(-min(_LAST_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
+            return file.read(_LAST_BYTES).decode(errors="replace").splitlines()[-_LAST_LINES:]
+    except OSError as error:
+        return [describe(error, log)]
 
 
 def _without_never(arguments: list[str]) -> list[str]:

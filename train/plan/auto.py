@@ -22,7 +22,7 @@ from ..config import Run
 from ..run.folder import CHOICE, write_whole
 from ..search.plans import Plans, RunFile, in_process, plans_folder
 from ..search.search import LayoutSearch, Try
-from ..search.space import Open
+from ..search.space import Open, candidates
 from .make import answer
 from .trial import devices_at_hand, step_seconds
 
@@ -51,8 +51,12 @@ def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int
     asked = {"target": target.text, "run": _checksum(opened)}
     known = _read(path)
     if known is not None and known["asked"] == asked:
-        say(f"train.auto: {target.text}: {known['layout']}, chosen at an earlier start ({path})")
-        return file.adding(*known["overrides"]).load()
+        # The directory may come from a stranger, whose overrides could set any key. So only a layout of this search is taken.
+        chosen = next((one for one in candidates(opened, target.num_devices) if one.overrides == known["overrides"]), None)
+        if chosen is not None:
+            say(f"train.auto: {target.text}: {chosen.text}, chosen at an earlier start ({path})")
+            return file.adding(*chosen.overrides).load()
+        say(f"train.auto: {path} names no layout of this search, so the search begins again")
     search = LayoutSearch(opened=opened, target=target, plans=Plans(answer, plans_folder()), seconds=SECONDS, top=TOP, say=say)
     search.run()
     if search.best is None:
@@ -60,11 +64,10 @@ def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int
     for line in reasons(target, search.ranked(), len(search.tries)):
         say(line)
     best = fastest(search.ranked(), file, say)
-    chosen = best.candidate.overrides
     path.parent.mkdir(parents=True, exist_ok=True)
-    values = {"asked": asked, "layout": best.candidate.text, "overrides": chosen, "seconds": best.plan.seconds}
+    values = {"asked": asked, "layout": best.candidate.text, "overrides": best.candidate.overrides, "seconds": best.plan.seconds}
     write_whole(path, json.dumps(values, indent=1) + "\n")
-    return file.adding(*chosen).load()
+    return file.adding(*best.candidate.overrides).load()
 
 
 def _checksum(opened: Open) -> str:
@@ -132,6 +135,6 @@ def _read(path: Path) -> dict[str, Any] | None:
         return None
     with contextlib.suppress(ValueError, RecursionError):
         values = json.loads(read_bytes(path, _MAX_BYTES))
-        if isinstance(values, dict) and {"asked", "layout", "overrides"} <= values.keys():
+        if isinstance(values, dict) and {"asked", "overrides"} <= values.keys():
             return values
     raise InputError([f"{path}: is damaged: it is not a layout. Remove it, and the next start searches again"])

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import sys
@@ -94,8 +93,9 @@ class Watch:
         # writes to this socket arrives at once, and wakes the watch's thread.
         self._wake, waker = socket.socketpair()
         for end in (self._wake, waker):
-            end.setblocking(False)
             self._signals.callback(end.close)
+        waker.setblocking(False)
+        self._wake.settimeout(_TICK)
         # Python allows only the main thread to set handlers.
         if threading.current_thread() is threading.main_thread():
             self._signals.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False))
@@ -185,11 +185,13 @@ class Watch:
     def _run(self) -> None:
         last = time.monotonic()
         while not self._closed.is_set():
-            readable, _, _ = select.select([self._wake], [], [], _TICK)
+            # Each byte is the number of a signal. Unlike `select`, a socket may have a descriptor above 1,023.
+            numbers = b""
+            with contextlib.suppress(TimeoutError):
+                numbers = self._wake.recv(64)
             if self._closed.is_set():
                 return
-            # Each byte is the number of a signal.
-            for number in self._wake.recv(64) if readable else b"":
+            for number in numbers:
                 self._handle_signal(number)
             now = time.monotonic()
             # A longer tick means that the whole process was suspended, or starved; that time is not the training thread's.

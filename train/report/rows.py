@@ -17,6 +17,8 @@ from typing import Any
 from jgt import document
 from jgt.document import InputError
 
+from ..checkpoint.disk import open_file
+
 LOADS = "experts.jsonl"
 """The load of each expert over time, for models with experts: of a few hundred steps, since a row may have thousands of numbers."""
 _LONGEST_LINE = 1 << 20
@@ -29,7 +31,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """The lines of a file with the objects in them; None for a line that is anything else. Raises OSError."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         # A longer line is not one that a run wrote. It is read in pieces to bound the memory, and each piece fails to parse.
         for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
             yield line, read_object(line)

@@ -119,8 +119,11 @@ def run_here(
     with programs_on_trial():
         _start_jax(checked)
         train(checked, given, on_end=lambda setup, position: ends.append((setup, position)), owns_process=False)
-    (setup, position), folder = ends[0], checked.config.run.path
-    return RunResult(folder=folder, position=position, setup=setup, metrics=list(read_metrics(folder / "metrics.jsonl")))
+    (setup, position), folder, metrics = ends[0], checked.config.run.path, list[dict[str, Any]]()
+    # Whatever has become of the file, the state is the caller's.
+    with contextlib.suppress(OSError):
+        metrics += read_metrics(folder / "metrics.jsonl")
+    return RunResult(folder=folder, position=position, setup=setup, metrics=metrics)
 
 
 def load_model(

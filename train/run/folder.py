@@ -136,15 +136,26 @@ def earlier_files(folder: Path) -> frozenset[tuple[str, int, int]]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file of the run directory. A kill leaves the old one or the new one. Raises OSError."""
+    """Writes a file of the run directory. A kill or a power cut leaves the old one or the new one. Raises OSError."""
     # A start that changes nothing needs no room on the disk.
     with contextlib.suppress(OSError):
         if path.read_bytes() == text.encode():
             return
     # Other processes of the run may read the file at this moment: they see the old one or the new one, never a part.
     new = path.with_name(f"{path.name}.new")
-    new.write_text(text)
-    new.replace(path)
+    try:
+        # A stranger's directory may have a link of this name.
+        new.unlink(missing_ok=True)
+        with new.open("x") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        # The system names a path only where opening fails.
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _movable(folder: Path) -> list[Path]:

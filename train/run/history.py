@@ -20,6 +20,7 @@ from typing import Any
 from jgt import document
 from jgt.document import Node, shown
 
+from ..checkpoint.steps import remove
 from ..code.files import COPY
 from ..config import Run
 from .folder import CONFIG, CONFIGS, DATA, write_whole
@@ -98,10 +99,14 @@ def _keep_code(run: Run, folder: Path) -> None:
     """Copies the user's own code into the run directory. An earlier copy of other code stays, under a number."""
     if not run.code.files or code_of(folder) == run.code.checksum:
         return
+    new = folder / f"{COPY}.new"
+    remove(new)
+    # If a file cannot be copied, the earlier copy stays.
+    run.code.copy(new)
     if (folder / COPY).is_dir():
         earlier = (folder / f"{COPY}.{number}" for number in itertools.count(1))
         (folder / COPY).rename(next(path for path in earlier if not path.exists()))
-    run.code.copy(folder / COPY)
+    new.rename(folder / COPY)
 
 
 def _keep(path: Path, text: str) -> None:

@@ -1,5 +1,6 @@
 """When a launcher restarts a group, with how many processes and how soon; and how real groups end."""
 
+import functools
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from train.launch import group as devices
 from train.launch import supervisor
 from train.launch.group import End, Group
 from train.launch.supervisor import Policy, supervise
+from train.run.folder import lock_folder
 
 
 class Played:
@@ -422,6 +424,74 @@ def test_the_last_lines_of_a_process_that_fails_are_shown(python, tiny, tmp_path
         assert launcher.run(2, again=False) == End(codes=(0, 1), first=1)
     lines = capfd.readouterr().err.splitlines()
     assert lines == [f"--- the end of {tmp_path}/run/logs/process-1.log", *map(str, range(11, 31)), "---"]
+
+
+@pytest.fixture
+def ended(python, tiny, capfd):
+    """The exit code of a launcher that restarts its two processes once, its lines, and their output on the terminal."""
+
+    def _ended(body):
+        python(body)
+        with supervisor.Launcher(["--config", "a.yaml"], tiny("devices.virtual_cpu=1"), grace_seconds=5) as launcher:
+            code = supervise(Policy(processes=2, restarts=1, min_processes=2), launcher, supervisor.report)
+        out, err = capfd.readouterr()
+        return code, err.splitlines(), out
+
+    return _ended
+
+
+FAILS = "test $last = 1 && { echo why; exit 3; }; sleep 0.2"
+
+
+@pytest.mark.parametrize("harm", ["rm {log}", "rm {log}; mkdir {log}", "rm {log}; mkfifo {log}"])
+def test_a_log_that_is_gone_costs_no_restart(ended, tmp_path, harm):
+    log = tmp_path / "run" / "logs" / "process-1.log"
+    code, lines, out = ended(f"test $last = 1 && {{ {harm.format(log=log)}; exit 3; }}; sleep 0.2")
+    assert code == 3 and out.count("process 0: ") == 2
+    assert any(line.startswith("jgt launch: restarting on 2 processes") for line in lines)
+    assert any(str(log) in line and ("No such file" in line or "not a regular file" in line) for line in lines)
+
+
+def test_a_closed_terminal_costs_no_restart(ended, tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", closed)
+        code, _, out = ended(FAILS)
+    assert code == 3 and out.count("process 0: ") == 2
+
+
+def test_only_the_end_of_a_log_is_read(ended, monkeypatch):
+    code, lines, _ = ended("test $last = 1 && { seq 1 300000 | tr '\\n' ' '; exit 3; }; sleep 0.2")
+    assert code == 3 and sum(map(len, lines)) < 3 * supervisor._LAST_BYTES
+
+
+@pytest.mark.parametrize("place", ["link outside", "folder"])
+def test_a_log_that_cannot_be_opened_costs_no_start(ended, tmp_path, place):
+    log, victim = tmp_path / "run" / "logs" / "process-1.log", tmp_path / "victim"
+    log.parent.mkdir(parents=True)
+    victim.touch()
+    log.mkdir() if place == "folder" else log.symlink_to(victim)
+    code, lines, out = ended(FAILS)
+    assert code == 3 and victim.read_text() == ""
+    assert sum(line.startswith(f"jgt launch: {log}: ") for line in lines) == 2
+    assert out.count("why") == 2
+
+
+def test_processes_that_cannot_be_started_are_tried_again(ended, monkeypatch):
+    monkeypatch.setattr(devices, "_free_port", lambda: (_ for _ in ()).throw(OSError(24, "Too many open files")))
+    code, lines, _ = ended("true")
+    assert code == Exit.FAILED
+    assert sum("the processes cannot be started: " in line and "Too many open files" in line for line in lines) == 2
+
+
+def test_a_launcher_of_a_run_in_use_starts_nothing(monkeypatch, capsys, tiny_file, tmp_path):
+    monkeypatch.setattr(supervisor, "Group", NeverStarted)
+    monkeypatch.setattr(supervisor, "lock_folder", functools.partial(lock_folder, seconds=0))
+    with lock_folder(tmp_path / "run"):
+        assert launch.main(["--processes", "2", "--", "--config", str(tiny_file), f"run.dir={tmp_path / 'run'}"]) == Exit.FAILED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"jgt launch: another run is using {tmp_path / 'run'}. ")
 
 
 # -- a run that is to begin again ------------------------------------------------------------------------------------

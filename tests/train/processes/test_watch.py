@@ -3,8 +3,9 @@
 import contextlib
 import os
 import queue
-import select
+import resource
 import signal
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -29,18 +30,29 @@ class LeftError(BaseException):
 
 
 class Turns:
-    """Replaces `select`. The test says when the watchdog looks, and continues when it has looked or ended the process."""
+    """Replaces the watchdog's socket. The test says when the watchdog looks, and continues when it has looked or ended the process."""
 
     def __init__(self):
         self._orders, self._over = queue.Queue(), queue.Queue()
         self.codes = []
         self.released = False
 
-    def select(self, reading, writing, failing, seconds):
+    def socketpair(self):
+        self._wake, waker = socket.socketpair()
+        self._wake.settimeout(0.01)
+        return self, waker
+
+    def settimeout(self, seconds):
+        assert seconds is not None and seconds <= TICK
+
+    def recv(self, size):
         if not self.released:
             self._over.put(None)
             self._orders.get(timeout=10)
-        return select.select(reading, writing, failing, 0.01 if self.released else 0)
+        return self._wake.recv(size)
+
+    def close(self):
+        self._wake.close()
 
     def leave(self, code):
         self.codes.append(code)
@@ -108,7 +120,7 @@ def watched(monkeypatch, tmp_path):
     monkeypatch.setattr("train.processes.watch.time", clock)
     monkeypatch.setattr("train.processes.peers.time", clock)
     monkeypatch.setattr("train.processes.peers._ROUND_SECONDS", 0.01)
-    monkeypatch.setattr("train.processes.watch.select", turns)
+    monkeypatch.setattr("train.processes.watch.socket", turns)
     monkeypatch.setattr("os._exit", turns.leave)
     plain = threading.excepthook
     monkeypatch.setattr(threading, "excepthook", lambda args: None if args.exc_type is LeftError else plain(args))
@@ -135,6 +147,22 @@ def test_a_step_that_does_not_end_is_ended_with_its_stacks(watched, tmp_path, ca
     for text in ((tmp_path / "stacks-0.txt").read_text(), capfd.readouterr().err):
         assert "process 0 hangs: step 5 has taken more than 60 s" in text
         assert "test_a_step_that_does_not_end_is_ended_with_its_stacks" in text
+
+
+def test_a_signal_arrives_with_more_descriptors_than_select_can_read(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    with contextlib.ExitStack() as closing:
+        closing.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for _ in range(1_100):
+            closing.callback(os.close, os.dup(2))
+        watch = closing.enter_context(Watch(WatchdogConfig(), tmp_path, None))
+        assert watch.may_begin(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while watch.stop_signal is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert watch.stop_signal == "SIGTERM"
 
 
 def test_a_step_may_take_ten_times_as_long_as_the_slowest_one(watched):

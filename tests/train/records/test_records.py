@@ -1,10 +1,12 @@
 """The metrics and events that a run writes."""
 
 import json
+import os
 
 import pytest
 
 from train.records.records import Records
+from train.records.summary import describe_end
 
 
 def test_metrics_and_events(tmp_path, read_rows):
@@ -26,6 +28,15 @@ def test_a_restart_forgets_later_steps_and_a_line_cut_short(tmp_path, read_rows)
     records.forget_after(2)
     records.metrics(3, {"loss": 0.5})
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0}, {"step": 3, "loss": 0.5}]
+
+
+@pytest.mark.parametrize("place", ["pipe", "device"])
+def test_the_last_lines_of_a_run_do_not_wait_for_what_is_no_file(tmp_path, place):
+    for name in ("metrics.jsonl", "events.jsonl"):
+        os.mkfifo(tmp_path / name) if place == "pipe" else (tmp_path / name).symlink_to("/dev/full")
+    first, second = describe_end(tmp_path, seconds=3.0, tokens=None, samples=7)
+    assert first == "Trained for 3s, 7 samples in all"
+    assert second.startswith(f"In {tmp_path}: ")
 
 
 def test_what_is_not_finite_is_null(tmp_path, read_rows):

@@ -1,10 +1,15 @@
 """The configs of a run that is started with other values."""
 
+import errno
 import json
+import os
+from dataclasses import replace
 
 import pytest
 
 from jgt import document
+from train.code.files import Code, read_code
+from train.run.folder import write_whole
 from train.run.history import begin_folder, replace_config
 from train.run.train import train
 
@@ -73,6 +78,41 @@ def test_no_former_config_is_lost_within_a_second(tiny, tmp_path, times):
         replace_config(tiny(f"train.steps={number + 50}"), DATA, 5)
     kept = (tmp_path / "run" / "configs").glob("*.yaml")
     assert sorted(document.read(path).plain()["train"]["steps"] for path in kept) == [20, 50, 51]
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_config_that_cannot_be_written_leaves_no_draft_and_follows_no_link(tmp_path, monkeypatch, is_link):
+    def fail(descriptor):
+        raise OSError(errno.EIO, "Input/output error")
+
+    (tmp_path / "victim").write_text("mine")
+    if is_link:
+        (tmp_path / "config.yaml.new").symlink_to(tmp_path / "victim")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(OSError, match=f"Input/output error: '{tmp_path / 'config.yaml'}'"):
+            write_whole(tmp_path / "config.yaml", "a: 1\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["victim"]
+    write_whole(tmp_path / "config.yaml", "a: 1\n")
+    assert (tmp_path / "victim").read_text() == "mine" and (tmp_path / "config.yaml").read_text() == "a: 1\n"
+
+
+def test_a_copy_of_code_that_fails_leaves_the_earlier_one(tiny, tmp_path, monkeypatch):
+    def fail(code, folder):
+        folder.mkdir()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def run_with(text):
+        (tmp_path / "own.py").write_text(text)
+        return replace(tiny(), code=read_code([tmp_path / "own.py"]))
+
+    begin_folder(run_with("a = 1"), {})
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(Code, "copy", fail)
+        begin_folder(run_with("a = 2"), {})
+    begin_folder(run_with("a = 3"), {})
+    assert [(tmp_path / "run" / name / "own.py").read_text() for name in ("code", "code.1")] == ["a = 3", "a = 1"]
+    assert not (tmp_path / "run" / "code.new").exists()
 
 
 def test_many_changes_are_shown_in_part(tiny, tmp_path):
