@@ -109,6 +109,15 @@ def test_bytes_over_data_and_fsdp_are_those_of_the_formula(rules, dtype, gradien
     assert dict(found) == formula(rules, dtype, gradients or ("f32" if "stage" in MESHES[rules] else dtype))
 
 
+@needs_plugin
+@pytest.mark.parametrize("rules", ["fsdp_tensor", "fsdp_sequence", "overlap"])
+def test_the_gradient_of_the_embedding_is_never_summed_whole(rules):
+    plan = planned(rules, "{data: 1, fsdp: 2, tensor: 4}", "model.vocab=4096", "train.batch=256", PARTITIONED)
+    shard = 4096 * EMBED // 4 * SIZE["bf16"] // 2
+    sent = [(c.kind, c.axes, c.total_bytes) for c in plan.collectives if c.signal == "embed" and "fsdp" in c.axes]
+    assert sorted(sent) == [("all-gather", ("fsdp",), shard), ("reduce-scatter", ("fsdp",), shard)]
+
+
 # -- activations -----------------------------------------------------------------------------------------------------
 
 
