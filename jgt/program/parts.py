@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jgt.program import jaxpr as jx
@@ -93,8 +94,22 @@ def inlined(program: Program, call: Equation, operands: Sequence[Atom], results:
     """The equations of a program, to be placed beside `call`: they read these operands and make these results."""
     inner = jx.body(program)
     rename: dict[Var, Atom] = dict(zip(inner.invars, operands, strict=True))
-    made = {var: result for var, result in zip(inner.outvars, results, strict=True) if jx.is_var(var)}
-    return [_inlined(equation, call, rename, made) for equation in inner.eqns]
+    made: dict[Var, Var] = {}
+    copied: list[tuple[Atom, Var]] = []
+    for atom, result in zip(inner.outvars, results, strict=True):
+        # No equation makes a result that is an argument or a literal, and one equation cannot make a value twice.
+        if not jx.is_var(atom) or atom in rename or atom in made:
+            copied.append((atom, result))
+        else:
+            made[atom] = result
+    eqns = [_inlined(equation, call, rename, made) for equation in inner.eqns]
+    return [*eqns, *(_copy(rename.get(a, a) if jx.is_var(a) else a, result, call) for a, result in copied)]
+
+
+def _copy(atom: Atom, result: Var, call: Equation) -> Equation:
+    program, _ = jx.trace(jnp.copy, atom.aval)
+    (equation,) = jx.body(program).eqns
+    return equation.replace(invars=[atom], outvars=[result], source_info=call.source_info)
 
 
 def _inlined(equation: Equation, call: Equation, rename: dict[Var, Atom], made: Mapping[Var, Var]) -> Equation:

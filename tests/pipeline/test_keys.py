@@ -137,6 +137,29 @@ def test_keys_and_counts_of_each_layer_leave_the_scan(key, options):
     jax.tree.map(np.testing.assert_array_equal, bits(state), bits(expected_state))
 
 
+def test_a_checkpointed_layer_may_return_what_it_was_given():
+    """The scan that computes the keys and counts beside the pipeline forwards them, so it has no equation for them."""
+
+    def unchanged(params, batch, keys, counts):
+        def layer(x, s):
+            weights, key, count = s
+            return mlp(x, weights), (key, count, count)
+
+        x = embed(params, batch)
+        with context("layers"):
+            x, (keys, counts, again) = jax.lax.scan(jax.checkpoint(layer), x, (params["layers"], keys, counts))
+        return loss_of(params, x, batch), (bits(keys), counts, again)
+
+    args = jax.random.split(jax.random.key(3), LAYERS), jnp.arange(LAYERS, dtype=jnp.uint32)
+    stack = case(unchanged, None, make_batch(), *args, has_aux=True)
+    run = lambda fn: compiled(jax.value_and_grad(fn, has_aux=True))(stack.params, *stack.inputs)  # noqa: E731
+    (value, kept), gradients = run(jgt.shard(unchanged, stack.rules, mesh_of(**SIZES), pipeline=pipeline_of(), state="counts"))
+    (expected, expected_kept), expected_gradients = run(unchanged)
+    assert_values(value, expected)
+    assert_close(gradients, expected_gradients, 1e-5)
+    jax.tree.map(np.testing.assert_array_equal, kept, expected_kept)
+
+
 def test_keys_of_layers_may_be_read_behind_them():
     """The head draws from a key that the last layer made: it is the microbatch's own."""
 
