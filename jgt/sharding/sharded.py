@@ -160,6 +160,7 @@ class Sharded(Generic[_P, _R]):
             # The key does not say whether two parameters are one array.
             check_aliases(arguments.parameters, planned.placement.parameters, self._rules)
             return planned
+        check_surroundings(())
         planned = plan_call(
             arguments, self._rules, self._mesh, self._replacements, partial=self._partial, pipeline=self._pipeline, pad=self._pad
         )

@@ -94,6 +94,8 @@ def test_an_explicit_mesh_around_a_call_is_refused():
         pytest.raises(ValueError, match=r"the axes data of the mesh around this call \(jax.set_mesh\) are Explicit"),
     ):
         jax.jit(sharded)(PARAMS, X)
+    with jax.set_mesh(explicit), pytest.raises(ValueError, match="around this call"):
+        jgt.place(loss, RULES, MESH, PARAMS, X)
     on_mesh = jax.device_put(X, jax.NamedSharding(explicit, P("data")))
     with pytest.raises(ValueError, match="an argument is on a mesh whose axes data are Explicit"):
         sharded(PARAMS, on_mesh)
