@@ -315,3 +315,20 @@ def every_other_row(params, batch):
 def test_a_program_that_looks_at_its_batch_size_is_refused_at_one_row(loss):
     with pytest.raises(jgt.InputError, match="a batch of 16 and a microbatch of 1 run different programs"):
         shapes(case(loss), microbatches=8)
+
+
+def layers_with_experts(params, batch):
+    def scaled(rows, sizes, weights):
+        # A kernel's grid is such a number: no power of the batch size.
+        grid = rows.shape[0] + 5
+        return (rows + grid) - grid
+
+    def layer(x, weights):
+        choice = jnp.zeros((*x.shape[:-1], 1), jnp.int32)
+        return mlp(jgt.signal.experts(scaled, jnp.ones((2, 1)), x, choice, jnp.ones(choice.shape)), weights)
+
+    return jnp.mean(rows_of(params, batch, layer))
+
+
+def test_a_call_of_experts_may_look_at_its_number_of_rows():
+    shapes(case(layers_with_experts), microbatches=8)
