@@ -193,7 +193,7 @@ class CheckpointConfig:
     keep: the number of newest checkpoints that are not deleted.
     sha256: adds a SHA-256 to the CRC-32 of every file. It takes ten times as long to compute.
     key: a file, or env:NAME for a variable of the environment, with the key that signs manifests. It implies sha256.
-    weights: another run's directory, or one of its checkpoints. A new run starts with its parameters.
+    weights: another run's directory, or one of its checkpoints. A new run starts with its parameters and statistics.
     cast: converts floating arrays of a checkpoint that have another type than in this run. false: another type is an error.
     """
 

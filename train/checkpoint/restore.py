@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from .saved import SavedStep, UnusableError, agree_on_disk, array_entries, check
 
 ARRAYS = "state"
 """The folder of the arrays in a step."""
+_KEYS = "uint32"
+"""The type in which a state has random keys and their counts, and nothing else."""
 _MAX_REASON = 500
 _MAX_CAUSES = 20
 _LATE_SECONDS = 0.3
@@ -56,15 +58,24 @@ def restore_params(saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool 
     return restore_parts(saved, {name: shapes}, {name: shardings}, cast=cast)[name]
 
 
+def without_keys(shapes: Any, tree: Any) -> Any:
+    """A model's variables without its random keys. shapes: of the variables, nested dicts; tree: their values, or shardings."""
+    if not isinstance(shapes, Mapping):
+        return tree
+    kept = {name: without_keys(x, tree[name]) for name, x in shapes.items() if isinstance(x, Mapping) or x.dtype != _KEYS}
+    return {name: x for name, x in kept.items() if not isinstance(x, Mapping) or x}
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type."""
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str, Any], *, cast: bool) -> dict[str, Any]:
-    """Some parts of a state, by the names of their fields. Raises as `restore` does."""
+def restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str, Any], *, cast: bool, keys: bool = True) -> dict[str, Any]:
+    """Some parts of a state, by the names of their fields. keys: whether they include random keys. Raises as `restore` does."""
     # The first level of an array's path is the field of State that contains it.
-    arrays = [entry for entry in saved.manifest.arrays if entry.path.partition("/")[0] in shapes]
+    parts = [entry for entry in saved.manifest.arrays if entry.path.partition("/")[0] in shapes]
+    arrays = [entry for entry in parts if keys or entry.dtype != _KEYS]
     check_arrays(saved.folder, arrays, array_entries(shapes), convert=cast)
     target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
     arguments = ocp.checkpoint_utils.construct_restore_args(target)

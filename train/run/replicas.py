@@ -68,12 +68,15 @@ def lifted_shapes(one: State, shardings: State, replicas: int, *, momentum: bool
     return lifted(one, shape), lifted(shardings, sharding)
 
 
-def restored_of_one(saved: SavedStep, one: State, shardings: State, name: str) -> Any:
-    """A part of a state, `variables` or `average`, from a checkpoint of any number of replicas. one, shardings: one replica's state."""
+def restored_of_one(saved: SavedStep, one: State, shardings: State, name: str, *, cast: bool = False, keys: bool = True) -> Any:
+    """A part of a state, `variables` or `average`, from a checkpoint of any number of replicas. one, shardings: one replica's state.
+
+    cast, keys: as in `restore_parts`.
+    """
     before = saved_replicas(saved)
     if before:
         one, shardings = lifted_shapes(one, shardings, before, momentum=False)
-    part = restore_parts(saved, {name: one.arrays()[name]}, {name: shardings.arrays()[name]}, cast=False)[name]
+    part = restore_parts(saved, {name: one.arrays()[name]}, {name: shardings.arrays()[name]}, cast=cast, keys=keys)[name]
     return jax.tree.map(mean_of_replicas, part) if before else part
 
 

@@ -2,8 +2,8 @@
 
 A run may be started any number of times with the same command, by a scheduler that knows nothing about it, and must find its own way.
 So the order is fixed: the run's own checkpoints come first; only a run that has none uses `--resume PATH`, and only without that a fresh
-state is made, into which `checkpoint.weights` may put another run's parameters. With this order a second start with `--resume PATH`
-continues the run instead of beginning once more from PATH. Another run's folder is only ever read.
+state is made, into which `checkpoint.weights` may put another run's parameters and statistics. With this order a second start with
+`--resume PATH` continues the run instead of beginning once more from PATH. Another run's folder is only ever read.
 
 The invariants: all processes start from the same step (`train.checkpoint.saved` sees to that), and the same rows reach the model on every
 mesh and with any number of processes, so a run that resumes neither repeats nor skips one.
@@ -27,7 +27,7 @@ from jgt.document import InputError
 from jgt.sharding.paths import path_text
 
 from ..checkpoint.checkpoint import Checkpoints
-from ..checkpoint.restore import restore, restore_params
+from ..checkpoint.restore import restore, restore_params, without_keys
 from ..checkpoint.saved import SavedStep, Search, UnusableError, search_elsewhere
 from ..checkpoint.signature import read_key
 from ..command_line import say
@@ -35,7 +35,7 @@ from ..data.batches import Data
 from ..setup import Setup
 from ..step.state import OPTIONAL, State
 from .identity import Resume, check_model, check_origin
-from .replicas import check_phase, lifted_shapes, saved_replicas, with_replicas
+from .replicas import check_phase, lifted_shapes, restored_of_one, saved_replicas, with_replicas
 
 _Restored = TypeVar("_Restored")
 
@@ -91,9 +91,9 @@ class Start:
         if weights is None:
             return state
         where = f"{self.setup.run.where('checkpoint.weights')}: checkpoint.weights"
-        saved, params = self._restore_elsewhere(where, Path(weights), self._restore_params)
+        saved, model = self._restore_elsewhere(where, Path(weights), self._restore_model)
         self.say(f"Starts with the parameters of {saved.folder}")
-        return self.setup.with_params(state, params)
+        return self.setup.with_model(state, *model)
 
     def _restore_elsewhere(self, where: str, path: Path, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored]:
         restored = self._restore(search_elsewhere(path, read_key(self.setup.run.config.checkpoint.key)), restore)
@@ -124,12 +124,17 @@ class Start:
         with self.phase("restore", step=saved.manifest.step):
             return restore_state(self.setup, saved)
 
-    def _restore_params(self, saved: SavedStep) -> Any:
-        setup = self.setup
+    def _restore_model(self, saved: SavedStep) -> tuple[Any, Any]:
+        """The parameters of a checkpoint, and the variables that belong to them, such as statistics. Random keys belong to the run."""
+        setup, cast = self.setup, self.setup.run.config.checkpoint.cast
         with self.phase("restore", step=0):
             try:
-                shapes, shardings = (state.params for state in setup.saved_of_one)
-                return setup.stored_params(restore_params(saved, shapes, shardings, cast=setup.run.config.checkpoint.cast))
+                one, shardings = setup.saved_of_one
+                params = setup.stored_params(restore_params(saved, one.params, shardings.params, cast=cast))
+                one, shardings = (replace(state, variables=without_keys(one.variables, state.variables)) for state in (one, shardings))
+                if not jax.tree.leaves(one.variables):
+                    return params, {}
+                return params, restored_of_one(saved, one, shardings, "variables", cast=cast, keys=False)
             except InputError:
                 # Where the models differ, a list of all arrays that differ adds nothing.
                 check_model(setup.run, saved.manifest.fingerprints, saved.folder)

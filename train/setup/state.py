@@ -135,13 +135,14 @@ class StateLayout:
         variables = state.variables
         return variables if self.phases is None else _mean(variables, self.saved_of_one[1].variables)
 
-    def with_params(self, state: State, params: Tree) -> State:
-        """A state before the first step, with other parameters, as the state has them."""
-        phases = self.phases
+    def with_model(self, state: State, params: Tree, statistics: Tree) -> State:
+        """A state before the first step, with other parameters, as the state has them, and with other values of some variables."""
+        phases, variables = self.phases, _updated(self.eval_variables(state), statistics)
         if phases is None:
-            return self.with_average(replace(state, params=params))
-        spread = jax.jit(phases.spread, out_shardings=self.shardings.params)
-        return self.with_average(replace(state, params=spread(params), anchor=params))
+            return self.with_average(replace(state, params=params, variables=variables))
+        spread = jax.jit(phases.spread, out_shardings=(self.shardings.params, self.shardings.variables))
+        spread_params, variables = spread((params, variables))
+        return self.with_average(replace(state, params=spread_params, variables=variables, anchor=params))
 
     def with_average(self, state: State) -> State:
         """The state with an average of the parameters that starts here, if the run has one."""
@@ -161,6 +162,11 @@ class StateLayout:
 def without_arrays(state: State) -> dict[str, None]:
     """The optional parts that a state lacks, for the shardings of such a state."""
     return dict.fromkeys(OPTIONAL - state.arrays().keys())
+
+
+def _updated(tree: Any, values: Any) -> Any:
+    """Nested dicts with the values that other nested dicts have."""
+    return {name: _updated(x, values[name]) if name in values else x for name, x in tree.items()} if isinstance(tree, dict) else values
 
 
 def _mean(tree: Tree, shardings: Any) -> Tree:

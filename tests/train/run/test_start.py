@@ -10,6 +10,8 @@ import pytest
 from jgt.document import InputError
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.saved import find_checkpoint
+from train.code.files import read_code
+from train.config import load
 from train.run.identity import Resume
 from train.run.start import Start, restore_state
 from train.run.train import open_run, train
@@ -133,6 +135,41 @@ def test_where_no_checkpoint_is_there_is_nothing_to_go_on_from(tiny, position, t
 
 
 # -- another run's parameters ----------------------------------------------------------------------------------------
+
+NORMED = """
+import numpy as np
+from flax import nnx
+
+class Net(nnx.Module):
+    def __init__(self, *, rngs):
+        self.layer, self.norm, self.drop = nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+def loss(model, batch):
+    return (model.drop(model.norm(model.layer(batch["x"]))) ** 2).mean()
+
+def data():
+    return [{"x": np.arange(3, dtype=np.float32) * (i % 7)} for i in range(64)]
+"""
+
+
+@pytest.mark.parametrize("sync", [(), ("mesh={replica: 2, data: 4}", "sync={axis: replica, every: 2}")], ids=["plain", "phases"])
+def test_a_run_starts_with_the_statistics_of_another_one_and_keys_of_its_own(tmp_path, position, sync):
+    (tmp_path / "normed.py").write_text(NORMED)
+    names = {"model": {"kind": "normed:Net"}, "data": {"source": "normed:data"}, "train": {"loss": "normed:loss", "steps": 3, "batch": 8}}
+
+    def run(name, *overrides):
+        return load({**names, "run": {"dir": str(tmp_path / name)}}, [*overrides], code=read_code([tmp_path / "normed.py"]))
+
+    train(run("first", "mesh={data: 1}"))
+    trained = state_of(run("first", "mesh={data: 1}"), tmp_path / "first")
+    assert np.any(trained.variables["norm"]["mean"])
+    other = run("second", f"checkpoint.weights={tmp_path / 'first'}", "run.seed=5", *(sync or ("mesh={data: 1}",)))
+    found, _ = position(other)
+    fresh, _ = position(run("third", "run.seed=5", *(sync or ("mesh={data: 1}",))))
+    same(open_run(other)[0].eval_variables(found.state)["norm"], trained.variables["norm"])
+    same(found.state.variables["drop"], fresh.state.variables["drop"])
+    if sync:
+        assert found.state.variables["norm"]["mean"].shape == (2, 4)
 
 
 def test_a_run_starts_with_the_parameters_of_another_one_alone(earlier, tiny, position):

@@ -75,7 +75,7 @@ def test_another_run_starts_from_the_last_exchange(whole, tiny_file):
         setup = prepare(load(tiny_file, [RULES, MESH, sync]))
         one, shardings = setup.saved_of_one
         params = setup.stored_params(restore(find_checkpoint(folder)[0], one.params, shardings.params))
-        state = setup.with_params(setup.init(), params)
+        state = setup.with_model(setup.init(), params, {})
         same(setup.eval_params(state), position.state.anchor)
 
 
