@@ -57,7 +57,7 @@ class Programs:
         return {"jgt": self.setup.train_step(), "by_hand": self._by_hand()}
 
     def _by_hand(self) -> Any:
-        setup, shardings, whole = self.setup, self.setup.shardings, self.setup.placement.replicated()
+        setup, shardings, whole = self.setup, self.setup.shardings, self.setup.storage.model.replicated()
 
         def stepped(state: State, batch: Any, numbers: Any) -> Any:
             optimizer = setup.make_optimizer(Settings(*numbers))

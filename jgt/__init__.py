@@ -1,4 +1,8 @@
-"""jgt shards JAX programs by name. Public names load on first use, so that `import jgt` does not import JAX."""
+"""jgt shards JAX programs by name. Names load on first use, so that `import jgt` does not import JAX.
+
+`__all__` has the public names. The others are for programs that are built on jgt, as the trainer is, which import nothing else but
+`jgt.document`, `jgt.planner` and `jgt.signal`.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,32 @@ from jgt.mesh.nvidia import quiet_plugin
 
 if TYPE_CHECKING:
     from jgt import signal
+    from jgt.api.extend import Placement
+    from jgt.api.extend import Replicas as Replicas
+    from jgt.api.extend import Sharded as Sharded
+    from jgt.api.extend import Storage as Storage
+    from jgt.api.extend import exchange_at as exchange_at
+    from jgt.api.extend import mosaic_obstacle as mosaic_obstacle
+    from jgt.api.extend import path_text as path_text
+    from jgt.api.extend import recomputed as recomputed
+    from jgt.api.extend import sum_of_groups as sum_of_groups
     from jgt.api.shard import init, place, shard
+    from jgt.api.shard import storage_of as storage_of
     from jgt.api.verify import Verification, verify
+    from jgt.command.console import Console as Console
+    from jgt.command.console import amount as amount
+    from jgt.command.parser import CommandParser as CommandParser
     from jgt.command.trainer import load, run
+    from jgt.command.trainer import trainer as trainer
     from jgt.document import InputError
     from jgt.mesh.mesh import abstract_mesh, make_mesh
+    from jgt.mesh.mesh import use_virtual_cpu as use_virtual_cpu
+    from jgt.mesh.sizes import MeshSizes as MeshSizes
+    from jgt.pipeline.config import PipelineConfig as PipelineConfig
+    from jgt.pipeline.microbatches import joined_results_of as joined_results_of
     from jgt.pipeline.staging import Pipeline
     from jgt.planner.plan import Plan, plan
     from jgt.rules import Rules, load_rules, make_rules
-    from jgt.sharding.placement import Placement
 
 __version__ = "0.1.0"
 
@@ -25,15 +46,30 @@ __version__ = "0.1.0"
 quiet_plugin()
 
 _NAMES = {
-    "jgt.api.shard": ("init", "place", "shard"),
+    "jgt.api.extend": (
+        "Placement",
+        "Replicas",
+        "Sharded",
+        "Storage",
+        "exchange_at",
+        "mosaic_obstacle",
+        "path_text",
+        "recomputed",
+        "sum_of_groups",
+    ),
+    "jgt.api.shard": ("init", "place", "shard", "storage_of"),
     "jgt.api.verify": ("Verification", "verify"),
-    "jgt.command.trainer": ("load", "run"),
+    "jgt.command.console": ("Console", "amount"),
+    "jgt.command.parser": ("CommandParser",),
+    "jgt.command.trainer": ("load", "run", "trainer"),
     "jgt.document": ("InputError",),
-    "jgt.mesh.mesh": ("abstract_mesh", "make_mesh"),
+    "jgt.mesh.mesh": ("abstract_mesh", "make_mesh", "use_virtual_cpu"),
+    "jgt.mesh.sizes": ("MeshSizes",),
+    "jgt.pipeline.config": ("PipelineConfig",),
+    "jgt.pipeline.microbatches": ("joined_results_of",),
     "jgt.pipeline.staging": ("Pipeline",),
     "jgt.planner.plan": ("Plan", "plan"),
     "jgt.rules": ("Rules", "load_rules", "make_rules"),
-    "jgt.sharding.placement": ("Placement",),
 }
 _OWNERS = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -17,10 +17,10 @@ import re
 import jax
 from jax.ad_checkpoint import checkpoint_name  # pyright: ignore[reportUnknownVariableType]
 
-from jgt.program.scopes import MICROBATCH, PREFIX
+from jgt.program.scopes import MICROBATCH, PREFIX, backward, trips
 from jgt.replacements.experts.call import experts
 
-__all__ = ["context", "experts", "per_microbatch", "tensor"]
+__all__ = ["backward", "context", "experts", "per_microbatch", "tensor", "trips"]
 
 # The others mean something in XLA's op names: `@` ends a name, a quote ends the attribute, and / ( ) : separate scopes and the names
 # of operations that XLA combined.

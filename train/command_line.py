@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from jgt.command.parser import CommandParser
+from jgt import CommandParser
 from jgt.document import InputError, read_bytes
 
 

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from jgt import document
+from jgt import MeshSizes, document
 from jgt.document import Bound, LocalPath
-from jgt.mesh.sizes import MeshSizes
 
 Count = Annotated[int, Bound(low=1, high=1_000_000_000)]
 Natural = Annotated[int, Bound(low=0, high=1_000_000_000)]

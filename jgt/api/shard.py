@@ -23,6 +23,7 @@ from jgt.sharding.inputs import StateArguments
 from jgt.sharding.placement import Placement
 from jgt.sharding.sharded import Sharded
 from jgt.sharding.staged import Staging
+from jgt.sharding.storage import Storage
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -119,13 +120,24 @@ def place(
     `fn` may be sharded already; then the trace is shared. Raises InputError with every misfit of parameters, activations and inputs, every
     rule that matches nothing (not with `partial`), and `problems`, which were found before.
     """
+    return storage_of(_sharded(fn, rules, mesh, partial, pipeline, state), *args, problems=problems, **kwargs).model
+
+
+def storage_of(sharded: Sharded[..., Any], *args: Any, keeps_shapes: bool = False, problems: Sequence[str] = (), **kwargs: Any) -> Storage:
+    """The placement of a sharded function's parameters (`Storage.model`), and the form in which they are best stored between steps.
+
+    keeps_shapes: whether they have to be stored in the model's shapes. Raises InputError as `place` does.
+    """
     try:
-        placement = _sharded(fn, rules, mesh, partial, pipeline, state).placement(*args, **kwargs)
+        _, planned = sharded.planned(*args, **kwargs)
     except InputError as error:
         raise InputError([*problems, *error.problems]) from None
     if problems:
         raise InputError(problems)
-    return placement
+    storage = planned.storage
+    if storage is not None and keeps_shapes:
+        storage = storage.of_same_shapes()
+    return storage or Storage(model=planned.placement)
 
 
 def init(

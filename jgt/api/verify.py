@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from jax.sharding import Mesh
 
@@ -55,6 +55,39 @@ class Verification:
     avoided: tuple[Avoided, ...]
     seconds: float
 
+    @classmethod
+    def of(
+        cls,
+        sharded: Sharded[..., Any],
+        *args: Any,
+        optimizer: Any = None,
+        plain_optimizer: Any = None,
+        tolerance: float = TOLERANCE,
+        **kwargs: Any,
+    ) -> Self:
+        """`verify` for a function that is sharded already. plain_optimizer: `optimizer` without a mesh. Raises InputError."""
+        started = time.perf_counter()
+        arguments, planned = sharded.planned(*args, **kwargs)
+        mesh = planned.placement.mesh
+        if not isinstance(mesh, Mesh):
+            raise InputError(["verify: the mesh has no devices to compute on. Make it with jgt.make_mesh"])
+        comparison = Comparison(arguments, planned, mesh)
+        with avoided_faults() as avoided:
+            expected, found = comparison.results()
+            if optimizer is not None:
+                new = comparison.updates(optimizer, plain_optimizer or optimizer, expected)
+                expected, found = expected | new[0], found | new[1]
+        errors = errors_of(expected, found)
+        differences = tuple(Difference(what=what, error=error) for what, error in errors.items() if not error <= tolerance)
+        return cls(
+            differences=differences,
+            first=comparison.first_difference(tolerance) if differences else "",
+            num_compared=len(errors),
+            largest=max(errors.values(), default=0.0),
+            avoided=tuple(dict.fromkeys(avoided)),
+            seconds=time.perf_counter() - started,
+        )
+
     @property
     def is_right(self) -> bool:
         """Whether the layout changes no number."""
@@ -93,36 +126,4 @@ def verify(
     Raises InputError as a call does, and for a mesh without devices.
     """
     sharded = shard(fn, rules, mesh, partial=partial, pipeline=pipeline, state=state, pad=pad)
-    return verify_sharded(sharded, *args, optimizer=optimizer, tolerance=tolerance, **kwargs)
-
-
-def verify_sharded(
-    sharded: Sharded[..., Any],
-    *args: Any,
-    optimizer: Any = None,
-    plain_optimizer: Any = None,
-    tolerance: float = TOLERANCE,
-    **kwargs: Any,
-) -> Verification:
-    """`verify` for a function that is sharded already. plain_optimizer: `optimizer` without a mesh, if it knows one. Raises InputError."""
-    started = time.perf_counter()
-    arguments, planned = sharded.planned(*args, **kwargs)
-    mesh = planned.placement.mesh
-    if not isinstance(mesh, Mesh):
-        raise InputError(["verify: the mesh has no devices to compute on. Make it with jgt.make_mesh"])
-    comparison = Comparison(arguments, planned, mesh)
-    with avoided_faults() as avoided:
-        expected, found = comparison.results()
-        if optimizer is not None:
-            new = comparison.updates(optimizer, plain_optimizer or optimizer, expected)
-            expected, found = expected | new[0], found | new[1]
-    errors = errors_of(expected, found)
-    differences = tuple(Difference(what=what, error=error) for what, error in errors.items() if not error <= tolerance)
-    return Verification(
-        differences=differences,
-        first=comparison.first_difference(tolerance) if differences else "",
-        num_compared=len(errors),
-        largest=max(errors.values(), default=0.0),
-        avoided=tuple(dict.fromkeys(avoided)),
-        seconds=time.perf_counter() - started,
-    )
+    return Verification.of(sharded, *args, optimizer=optimizer, tolerance=tolerance, **kwargs)

@@ -17,7 +17,6 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from platform import python_version
 from types import ModuleType
 
-from jgt import __version__
 from jgt.command.parser import CommandParser
 from jgt.command.trainer import trainer
 from jgt.document import nearest, shown
@@ -112,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join([_USAGE, "", "commands:", *lines, "", "jgt --version shows the versions of jgt, JAX and Python."]))
         return 0
     if name == "--version":
-        print(f"jgt {__version__} (jax {_version('jax')}, Python {python_version()})")
+        print(f"jgt {_version('jgt')} (jax {_version('jax')}, Python {python_version()})")
         return 0
     command = find_command(name)
     if command is None:

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jgt.planner.budget import Budget as Budget
     from jgt.planner.described import described_device as described_device
-    from jgt.planner.hardware.chip import chip_of as chip_of
     from jgt.planner.hardware.target import Target as Target
-    from jgt.planner.hardware.target import memory_fits as memory_fits
     from jgt.planner.profile.device_time import Profile as Profile
     from jgt.planner.speed import Workload as Workload
     from jgt.planner.view.report import Report as Report
@@ -28,9 +26,7 @@ _OWNERS = {
     "Report": "view.report",
     "Target": "hardware.target",
     "Workload": "speed",
-    "chip_of": "hardware.chip",
     "described_device": "described",
-    "memory_fits": "hardware.target",
 }
 
 

@@ -6,7 +6,7 @@ count of a traced program (how many FLOPs?), the reader of compiled programs (wh
 planner's description of absent GPUs (what does JAX ask of the library while it traces?). All of their answers are here, in one object a
 kernel, so that a new kernel is one more object. A primitive that is in none of them is an ordinary one.
 
-This file imports no JAX: the trainer takes the values of `model.attention` from `ATTENTION` before JAX is imported.
+This file imports no JAX.
 """
 
 from __future__ import annotations
@@ -154,11 +154,8 @@ MOSAIC = CustomKernel(
     compiled_flops=_mosaic_compiled_flops,
 )
 
-ATTENTION = (CUDNN,)
-"""Kernels of attention: the values of the trainer's `model.attention` besides `auto` and `xla`, which is XLA's own program."""
-
 KERNELS = (
-    *ATTENTION,
+    CUDNN,
     MOSAIC,
     # `jgt.signal.experts`: each row goes through its own experts.
     CustomKernel(name="experts", primitives=frozenset({"on_devices"}), keeps_rows=True),

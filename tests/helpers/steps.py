@@ -34,4 +34,5 @@ def roles_of(model, inputs):
     def call(params, inputs):
         return model.run(lambda module: module(inputs), params, variables, True)[0]
 
-    return roles_at(model, jgt.place(call, Rules(default="replicate"), jgt.abstract_mesh({"data": 1}), params, inputs))
+    sharded = jgt.shard(call, Rules(default="replicate"), jgt.abstract_mesh({"data": 1}))
+    return roles_at(model, jgt.storage_of(sharded, params, inputs))

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jgt.command.console import amount
+from jgt import amount
 
 from ..command_line import EndError
 from ..processes.processes import true_on_all_processes

@@ -24,8 +24,8 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
+from jgt import path_text
 from jgt.document import InputError
-from jgt.sharding.paths import path_text
 
 from ..processes.processes import number_of_first_process, true_on_all_processes
 from .disk import DiskError, describe

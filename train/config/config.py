@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
-from jgt import Rules
+from jgt import PipelineConfig, Rules
 from jgt.document import Node
-from jgt.pipeline.config import PipelineConfig
 from jgt.planner import Budget
 
 from ..code.files import Code

@@ -16,10 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jgt import Rules, document, make_rules
+from jgt import MeshSizes, PipelineConfig, Rules, document, make_rules
 from jgt.document import InputError, Node, bind
-from jgt.mesh.sizes import MeshSizes
-from jgt.pipeline.config import PipelineConfig
 from jgt.planner import Budget
 
 from ..code.files import Code, read_code

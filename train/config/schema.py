@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jgt.command.parser import CommandParser
+from jgt import CommandParser, MeshSizes
 from jgt.document import InputError
 from jgt.document.schema import file_schema
-from jgt.mesh.sizes import MeshSizes
 from jgt.planner import Budget
 from jgt.rules.schema import rules_schema
 

@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jgt.command.parser import CommandParser
+from jgt import CommandParser
 from jgt.document import InputError
 
 from ..__main__ import check_resume, load_run

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from jgt.document import Bound, Node
-from jgt.program.kernels import ATTENTION
 
 from ..code.names import is_name
 from ..sections import Positive
@@ -59,11 +58,11 @@ KINDS = {
 }
 
 if TYPE_CHECKING:
-    KindName = AttentionName = str
+    KindName = str
 else:
-    # The values that `bind` accepts follow from the tables, where a type checker wants them spelled out.
+    # The values that `bind` accepts follow from the table, where a type checker wants them spelled out.
     KindName = Literal[tuple(KINDS)]
-    AttentionName = Literal[("auto", "xla", *(kernel.name for kernel in ATTENTION))]
+AttentionName = Literal["auto", "xla", "cudnn"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jgt import Plan
-from jgt.command.console import amount
+from jgt import Plan, amount
 from jgt.document import InputError
 from jgt.planner import Workload
 

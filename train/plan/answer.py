@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from jgt.command.console import Console
+from jgt import Console
 from jgt.document import Node, dump, override, read
 
 from ..search.plans import RunFile

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 
 import jgt
-from jgt import Plan
+from jgt import Plan, use_virtual_cpu
 from jgt.document import InputError
-from jgt.mesh.mesh import use_virtual_cpu
 from jgt.planner import Target, Workload, described_device
 
 from ..command_line import say

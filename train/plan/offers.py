@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from jgt.command.console import Console
+from jgt import Console
 from jgt.document import InputError
 from jgt.planner import Target
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jgt import Plan
-from jgt.command.console import Console, amount
+from jgt import Console, Plan, amount
 
 from ..config import Run
 

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jgt import use_virtual_cpu
 from jgt.document import InputError
-from jgt.mesh.mesh import use_virtual_cpu
 
 from ..config import Run
 from ..run.xla import configure_xla

@@ -28,8 +28,8 @@ from jax._src import distributed
 from jax._src.clusters import ClusterEnv
 from jax.experimental import multihost_utils
 
+from jgt import use_virtual_cpu
 from jgt.document import InputError
-from jgt.mesh.mesh import use_virtual_cpu
 
 from ..command_line import Exit, say, settle_streams
 from .cluster import Cluster

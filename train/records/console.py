@@ -17,8 +17,7 @@ from typing import Any, TextIO, cast
 
 from jax.sharding import Mesh
 
-from jgt.command.console import Console, amount
-from jgt.pipeline.config import PipelineConfig
+from jgt import Console, PipelineConfig, amount
 
 from ..setup import AUTO, Setup
 from .line import step_line
@@ -61,7 +60,7 @@ class Screen:
         if setup.run.pipeline is not None:
             lines.append(describe_pipeline(setup.run.pipeline, setup.mesh.shape[setup.run.pipeline.axis]))
         self.say("\n".join(filter(None, lines)))
-        parameters = setup.placement.parameters
+        parameters = setup.storage.model.parameters
         # The bytes that a device keeps between steps.
         sizes = [p.bytes_per_device(setup.mesh) for p in setup.storage.placement.parameters]
         # The last row has the parameters without the optimizer's state, which has other shapes; the dry run shows it.

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jgt.planner import chip_of
+from jgt.document import InputError
+from jgt.planner import Target
 
 from ..command_line import EndError, say
 from ..compiled import finish_trial
@@ -213,8 +214,10 @@ class Countdown:
 
 def peak_flops(device_kind: str) -> float | None:
     """Peak bf16 FLOP/s of a device kind as JAX names it; None where no figure is known (CPU)."""
-    chip = chip_of(device_kind)
-    return None if chip is None else chip.peak_flops("bf16")
+    with contextlib.suppress(InputError):
+        target = Target.of_devices(device_kind, 1)
+        return target.chip.peak_flops("bf16") if target.is_described else None
+    return None
 
 
 def memory_use() -> dict[str, int]:

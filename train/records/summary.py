@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import jgt
-from jgt.command.console import amount
+from jgt import amount
 from jgt.document import InputError
 
 from ..report.accounts import read_accounts

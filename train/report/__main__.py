@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from jgt.command.console import Console
-from jgt.command.parser import CommandParser
+from jgt import CommandParser, Console
 from jgt.document import InputError, nearest
 
 from .accounts import read_accounts

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jgt.command.console import Console, amount
+from jgt import Console, amount
 from jgt.document import InputError, shown
 
 from .accounts import read_accounts

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jgt.command.console import amount
+from jgt import amount
 from jgt.document import InputError, nearest
 
 from .rows import read_config, read_metrics

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 
-from jgt.command.console import Console, amount
+from jgt import Console, amount
 
 from .accounts import CAUSES, NO_RECORD, Accounts
 from .events import StartSummary

@@ -50,7 +50,7 @@ def verify(argv: Sequence[str] | None = None) -> int:
     arguments = verify_parser().parse_args(argv)
     try:
         run = load(arguments.config, arguments.overrides, code=arguments.code)
-        from jgt.mesh.mesh import use_virtual_cpu
+        from jgt import use_virtual_cpu
 
         from .verify import compare_layouts, small_overrides
 

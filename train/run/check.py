@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jgt.command.console import amount
+from jgt import amount
 from jgt.document import InputError
 
 from ..config import Run
@@ -81,7 +81,7 @@ def to_json(setup: Setup) -> dict[str, Any]:
                 "spec": p.spec,
                 "bytes_per_device": stored.bytes_per_device(setup.mesh),
             }
-            for p, stored in zip(setup.placement.parameters, setup.storage.placement.parameters, strict=True)
+            for p, stored in zip(setup.storage.model.parameters, setup.storage.placement.parameters, strict=True)
         ],
     }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jgt.planner import memory_fits
+from jgt.planner import Target
 
 from ..processes.processes import true_on_all_processes
 from ..setup import AUTO, Remat, Setup
@@ -44,7 +44,7 @@ def compiled_to_fit(setup: Setup) -> Setup | None:
     compiled: Any = None
     try:
         compiled = setup.compile_train_step()
-        is_enough = memory_fits(compiled.memory_analysis(), limit)
+        is_enough = Target.memory_fits(compiled.memory_analysis(), limit)
     except RuntimeError as error:
         # XLA may already give up while it compiles.
         if "RESOURCE_EXHAUSTED" not in str(error):

@@ -208,7 +208,7 @@ class Loop:
         self._saved, self._has_failed = position.step, False
 
     def _profile(self, step: int, train_step: Any, progress: Progress) -> None:
-        known = {signal for parameter in self.setup.placement.parameters for signal in parameter.signals}
+        known = {signal for parameter in self.setup.storage.model.parameters for signal in parameter.signals}
         with progress.interrupted(), self._phase("profile", step=step):
             self.profiler.finish(step, train_step.as_text(), known)
 

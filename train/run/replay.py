@@ -194,7 +194,7 @@ def _sample_losses(setup: Setup, state: State, batches: Iterable[dict[str, jax.A
         return mean_of_parts(total, part.weight, 1)
 
     # Replicated, so that each process can read the losses of all samples.
-    compiled = jax.jit(rows, out_shardings=setup.placement.replicated())
+    compiled = jax.jit(rows, out_shardings=setup.storage.model.replicated())
     return [np.asarray(compiled(state.params, state.variables, batch)) for batch in batches]
 
 

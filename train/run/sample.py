@@ -33,7 +33,7 @@ def sample_text(setup: Setup, state: State, data: Data) -> str:
     tokens = np.zeros((rows // per_device, config.model.seq), np.int32)
     tokens[:, : len(prompt)] = prompt
     pad = bool(setup.storage.padded)
-    apply = jgt.shard(setup.program.model.apply, setup.placement.rules, setup.mesh, state="variables", partial=True, pad=pad)
+    apply = jgt.shard(setup.program.model.apply, setup.storage.model.rules, setup.mesh, state="variables", partial=True, pad=pad)
 
     def generate(params: Any, variables: Any, tokens: jax.Array, key: jax.Array) -> jax.Array:
         def extend(position: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -50,7 +50,7 @@ def sample_text(setup: Setup, state: State, data: Data) -> str:
 
         return jax.lax.fori_loop(len(prompt), len(prompt) + count, extend, tokens)
 
-    run = jax.jit(generate, out_shardings=setup.placement.replicated())
+    run = jax.jit(generate, out_shardings=setup.storage.model.replicated())
     params, variables = setup.model_params(setup.eval_params(state)), setup.eval_variables(state)
     after = np.asarray(run(params, variables, tokens, jax.random.key(config.run.seed)))
     ids = after[0, : len(prompt) + count].tolist()

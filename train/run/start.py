@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jgt import path_text
 from jgt.document import InputError
-from jgt.sharding.paths import path_text
 
 from ..checkpoint.checkpoint import Checkpoints
 from ..checkpoint.restore import restore, restore_params, without_keys

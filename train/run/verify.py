@@ -19,9 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgt import Verification
-from jgt.api.verify import verify_sharded
 from jgt.document import InputError
-from jgt.sharding.sharded import Sharded
 
 from ..compiled import default_folder
 from ..config import Run
@@ -40,13 +38,11 @@ _MOST_EXPERTS = 16
 def compare_layouts(small: Run, run: Run) -> Verification:
     """Compares a small run with one device. If nothing differs, `is_verified(run)` holds from now on. Raises InputError."""
     setup = prepare(small, devices=jax.devices()[: math.prod(small.mesh.values())])
-    loss = setup.program.objective.loss
-    assert isinstance(loss, Sharded)
     params, variables = setup.program.model.init(jax.random.key(0))
     batch = sample_batch(setup)
     settings = Settings(*(jnp.float32(x) for x in settings_of_step(small.config.optimizer, small.steps, 1)))
-    comparison = verify_sharded(
-        loss,
+    comparison = Verification.of(
+        setup.program.loss,
         params,
         variables,
         batch,
@@ -65,8 +61,8 @@ def _without_mesh(setup: Setup) -> MakeOptimizer:
     config = setup.run.config.optimizer
     if isinstance(config, OwnOptimizer):
         return setup.make_optimizer
-    sizes = {place.path: place.shape[-2:] for place in setup.placement.parameters}
-    return build_optimizer(config, roles_of(setup.program.model, setup.placement), sizes=sizes)
+    sizes = {place.path: place.shape[-2:] for place in setup.storage.model.parameters}
+    return build_optimizer(config, roles_of(setup.program.model, setup.storage), sizes=sizes)
 
 
 def is_verified(run: Run) -> bool:

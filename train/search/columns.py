@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from jgt.pipeline.config import PipelineConfig
+from jgt import PipelineConfig
 
 from .layout import Candidate, Roles
 

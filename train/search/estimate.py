@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jgt.mesh.sizes import MeshSizes
+from jgt import MeshSizes
 from jgt.planner import Target
 
 from ..config import Run

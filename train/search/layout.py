@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jgt import Rules
-from jgt.pipeline.config import PipelineConfig
+from jgt import PipelineConfig, Rules
 
 
 @dataclass(frozen=True, kw_only=True)

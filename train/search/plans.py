@@ -26,8 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jgt
-from jgt.command.trainer import trainer
+from jgt import trainer
 from jgt.document import InputError
 from jgt.planner import Target
 
@@ -212,7 +211,9 @@ def _write(path: Path, found: Answer) -> None:
 def _versions() -> list[str]:
     """JAX's versions, and the code of jgt and of the trainer."""
     text = hashlib.sha256()
-    for package in (Path(jgt.__file__).parent, Path(__file__).parents[1]):
-        for file in sorted(file for kind in ("*.py", "*.yaml") for file in package.rglob(kind)):
+    # The trainer is installed beside jgt.
+    for package in ("jgt", "train"):
+        folder = Path(__file__).parents[2] / package
+        for file in sorted(file for kind in ("*.py", "*.yaml") for file in folder.rglob(kind)):
             text.update(file.read_bytes())
     return [metadata.version("jax"), metadata.version("jaxlib"), text.hexdigest()]

@@ -16,10 +16,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jgt import Rules, load_rules, make_rules
+from jgt import MeshSizes, PipelineConfig, Rules, make_rules
 from jgt.document import InputError, Node, override, read
-from jgt.mesh.sizes import MeshSizes
-from jgt.pipeline.config import PipelineConfig
 
 from ..config import Run, rules_document
 from .layout import Candidate, Roles
@@ -104,7 +102,7 @@ def layouts_of(fixed: Open) -> Iterator[tuple[str | None, Rules, Roles, str]]:
     has_experts = getattr(fixed.run.config.model, "experts", None) is not None
     for name in SHIPPED:
         if (name == "experts") is has_experts:
-            rules = load_rules(f"jgt:{name}")
+            rules = make_rules(read(f"jgt:{name}", Rules.FOLDER))
             yield f"jgt:{name}", rules, Roles.of(rules, PipelineConfig.axis), PipelineConfig.axis
 
 

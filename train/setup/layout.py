@@ -15,9 +15,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 import jgt
-from jgt import Rules
+from jgt import PipelineConfig, Rules
 from jgt.document import InputError
-from jgt.pipeline.config import PipelineConfig
 
 from ..config import Run
 from ..models.config import OwnModel

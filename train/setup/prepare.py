@@ -1,4 +1,4 @@
-"""Prepares a run: `program_of` traces its model and loss, `place` finds the place of every array, and `make_state` makes its state.
+"""Prepares a run: `program_of` traces its model and loss, `place` finds the place of every array, and `FirstState` makes its state.
 
 Training, `--dry-run`, `--replay`, `jgt check` and `jgt plan` have to speak of one program, or a check could pass where training fails. So
 all of them call `prepare`, which makes the whole program from shapes. Nothing in it needs devices: on an abstract mesh, a laptop checks a
@@ -17,11 +17,8 @@ import jax
 import jax.numpy as jnp
 
 import jgt
-from jgt import Placement
+from jgt import Replicas, Storage
 from jgt.document import InputError, nearest
-from jgt.replacements.replicas import Replicas
-from jgt.sharding.sharded import Sharded
-from jgt.sharding.storage import Storage
 
 from ..code.files import Code
 from ..config import Run, batch_problems, replica_problems
@@ -30,14 +27,14 @@ from ..sections import TrainConfig
 from ..step.config import OptimizerConfig, OwnOptimizer
 from ..step.gradients import GradientSum
 from ..step.objective import Objective, problem_of_parts
-from ..step.optimizer import MakeOptimizer, Settings, build_optimizer, own_optimizer, roles_of
-from ..step.state import State
+from ..step.optimizer import MakeOptimizer, build_optimizer, own_optimizer, roles_of
 from ..step.step import StepFeatures
 from ..sync.phases import Phases
 from .layout import MeshLayout, mesh_layout
 from .program import Element, ModelProgram, Where, element_of, may_reshape, program_of
 from .remat import Remat
 from .setup import Setup
+from .state import FirstState
 
 
 def prepare(
@@ -66,43 +63,35 @@ def prepare(
     make_optimizer = _optimizer(config.optimizer, program, placed, compute_type(config.model), code, where)
     features = StepFeatures(spikes=config.train.skip_spikes, ema=config.train.ema)
     phases = _phases(layout, program, where)
-
-    def make_state(seed: jax.Array) -> State:
-        params, variables = program.init(jax.random.key(seed))
-        params = placed.storage.entered(params)
-        # The state does not depend on the settings.
-        opt_state = make_optimizer(Settings(lr=0.0, weight_decay=0.0, clip=0.0)).init(params)
-        losses, average = features.first_losses(), features.first_average(params)
-        waiting = placed.gradients.first_waiting(jax.eval_shape(placed.storage.used, params))
-        state = State(jnp.zeros((), jnp.int32), params, opt_state, variables, losses=losses, average=average, waiting=waiting)
-        return state if phases is None else phases.begin(state)
-
+    first = FirstState(
+        init=program.init,
+        storage=placed.storage,
+        gradients=placed.gradients,
+        make_optimizer=make_optimizer,
+        features=features,
+        phases=phases,
+    )
     return Setup(
         run=run,
         mesh=layout.mesh,
         program=program,
         objective=placed.objective,
-        placement=placed.placement,
         storage=placed.storage,
         gradients=placed.gradients,
         offload=config.optimizer.offload == "host",
         make_optimizer=make_optimizer,
         features=features,
         phases=phases,
-        make_state=make_state,
-        shapes=jax.eval_shape(make_state, jax.ShapeDtypeStruct((), jnp.uint32)),
+        make_state=first.make_state,
+        shapes=jax.eval_shape(first.make_state, jax.ShapeDtypeStruct((), jnp.uint32)),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A program on its mesh.
-
-    objective: the loss of stored parameters. placement: the places of the model's own parameters. storage: how the state has them.
-    """
+    """A program on its mesh. objective: the loss of stored parameters. storage: the places of parameters, and how the state has them."""
 
     objective: Objective
-    placement: Placement
     storage: Storage
     gradients: GradientSum
 
@@ -117,44 +106,42 @@ def place(
     problems: Sequence[str],
 ) -> Placed:
     """Places a program. problems: messages to report beside those about parameters. Raises InputError with every misfit."""
-    objective, shapes = program.objective, program.shapes
-    placement = jgt.place(
-        objective.loss, layout.rules, layout.mesh, *shapes, pipeline=program.pipeline, state="variables", problems=problems
+    storage = jgt.storage_of(program.loss, *program.shapes, keeps_shapes=not may_reshape(optimizer), problems=problems)
+    _check_remat(train.remat, storage.model.tensors, where)
+    rows_meet = False
+    if layout.pipeline is None and not program.is_token_loss:
+        _check_parts(program, train.accumulate, where)
+        rows_meet = bool(problem_of_parts(program.evaluated, program.shapes))
+    objective = Objective(
+        loss=program.loss.on_used(storage),
+        evaluated=program.evaluated.on_used(storage),
+        is_token_loss=program.is_token_loss,
+        used=storage.used,
+        settle=program.model.settle,
+        is_of_whole_batches=rows_meet,
     )
-    _check_remat(train.remat, placement, where)
-    if layout.pipeline is None and not objective.is_token_loss:
-        objective = _with_parts_checked(objective, shapes, train.accumulate, where)
-    assert isinstance(objective.loss, Sharded)
-    storage = objective.loss.storage(*shapes)
-    if storage is not None and not may_reshape(optimizer):
-        storage = storage.of_same_shapes()
-    storage = storage or Storage(model=placement)
     return Placed(
-        objective=objective.on_stored(storage),
-        placement=placement,
+        objective=objective,
         storage=storage,
         gradients=_gradient_sum(train.accumulate, layout, storage, is_wide=optimizer.gradients == "f32"),
     )
 
 
-def _check_remat(remat: Remat, placement: Placement, where: Where) -> None:
+def _check_remat(remat: Remat, tensors: Sequence[str], where: Where) -> None:
     """Raises InputError for names to keep that the model does not have."""
-    key, tensors = f"{where('train.remat')}: train.remat", placement.tensors
+    key = f"{where('train.remat')}: train.remat"
     if unknown := [name for name in remat if name not in tensors] if isinstance(remat, tuple) else []:
         raise InputError([f"{key}: the model has no tensor {name!r}. {nearest(name, tensors)}" for name in unknown])
 
 
-def _with_parts_checked(objective: Objective, shapes: tuple[Any, ...], parts: int, where: Where) -> Objective:
-    """Raises InputError for an own loss that would be another one on parts of a batch. An evaluation of such a loss gets whole batches."""
-    assert isinstance(objective.loss, Sharded)
-    assert isinstance(objective.evaluated, Sharded)
-    if parts > 1 and (problem := problem_of_parts(objective.loss, shapes)):
+def _check_parts(program: ModelProgram, parts: int, where: Where) -> None:
+    """Raises InputError for an own loss that would be another one on parts of a batch."""
+    if parts > 1 and (problem := problem_of_parts(program.loss, program.shapes)):
         remedies = (
             "Set it to 1 (train.remat saves memory, too), return (sum, weight) for an average that leaves out rows, or compute what is "
             "meant of a part inside jgt.signal.per_microbatch()"
         )
         raise InputError([f"{where('train.accumulate')}: train.accumulate: {problem}. {remedies}"])
-    return replace(objective, is_of_whole_batches=bool(problem_of_parts(objective.evaluated, shapes)))
 
 
 def _gradient_sum(accumulate: int, layout: MeshLayout, storage: Storage, *, is_wide: bool) -> GradientSum:
@@ -200,10 +187,10 @@ def _optimizer(
         return own_optimizer(config, code, where)
     return build_optimizer(
         config,
-        roles_of(program.model, placed.storage.placement),
+        roles_of(program.model, placed.storage),
         dtype=dtype,
         map_matrices=placed.storage.placement.map_matrices,
-        sizes={p.path: p.shape[-2:] for p in placed.placement.parameters},
+        sizes={p.path: p.shape[-2:] for p in placed.storage.model.parameters},
     )
 
 

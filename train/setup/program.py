@@ -15,10 +15,8 @@ import jax
 import jax.numpy as jnp
 
 import jgt
+from jgt import Pipeline, exchange_at, mosaic_obstacle
 from jgt.document import InputError
-from jgt.pipeline.staging import Pipeline
-from jgt.replacements.experts.experts import exchange_at
-from jgt.replacements.experts.grouped import mosaic_obstacle
 
 from ..code.files import Code
 from ..code.names import load_callable, load_object
@@ -34,7 +32,7 @@ from ..models.model import Model, Terms, of_flax, takes_segments
 from ..sections import TrainConfig
 from ..step.config import OptimizerConfig, OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
-from ..step.objective import Objective, ShardedLoss, own_objective, token_objective
+from ..step.objective import Loss, ShardedLoss, own_objective, token_objective
 from .layout import MeshLayout
 from .remat import AUTO, Remat, remat_settings, with_remat_of
 
@@ -51,8 +49,9 @@ class ModelProgram:
     """A run's model and loss, traced from shapes.
 
     attention, grouped: how attention and the matmuls of experts are computed, for the log; None and empty where the model has none. remat:
-    `train.remat`, or the setting that `auto` begins with. objective: the loss of the model's own parameters. pipeline: the step's. init:
-    from a key to parameters and variables. shapes: of parameters, variables, and the rows of a batch that the loss gets at a time.
+    `train.remat`, or the setting that `auto` begins with. loss, evaluated: the loss of the model's own parameters, in training and in an
+    evaluation. is_token_loss: the loss is the trainer's own. init: makes parameters and variables from a key. shapes: the shapes of
+    parameters, variables, and the rows of a batch that the loss gets at a time.
     """
 
     element: Element
@@ -61,8 +60,9 @@ class ModelProgram:
     grouped: str
     remat: Remat
     loss_chunks: int
-    objective: Objective
-    pipeline: Pipeline | None
+    loss: ShardedLoss
+    evaluated: ShardedLoss
+    is_token_loss: bool
     init: Callable[[jax.Array], Any]
     shapes: tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]
 
@@ -74,10 +74,11 @@ def program_of(config: Config, layout: MeshLayout, code: Code, where: Where, *, 
     # whole batch, and runs the parts itself.
     pipeline = None if layout.pipeline is None else Pipeline.of(layout.pipeline.in_parts(train.accumulate))
     rows = rows_of(element, train.batch // (train.accumulate if pipeline is None else 1))
-    loss = None if own is None else load_object(own, "train.loss", code, where("train.loss"))
+    own_loss = None if own is None else load_object(own, "train.loss", code, where("train.loss"))
     attention, grouped = None, ""
     if isinstance(config.model, OwnModel):
-        model = _own_model(_with_keys_to_take(config.model, config.data, code, where), code, where, partial(_call_on_zeros, rows, loss))
+        own_model = _with_keys_to_take(config.model, config.data, code, where)
+        model = _own_model(own_model, code, where, partial(_call_on_zeros, rows, own_loss))
     else:
         attention = _attention(config.model, layout, where)
         model = build(config.model, attention.kernel)
@@ -90,6 +91,7 @@ def program_of(config: Config, layout: MeshLayout, code: Code, where: Where, *, 
     _check_segments(config, model, where)
     chunks = train.loss_chunks or _fewest_chunks(train, config.model, layout)
     recompute = partial(with_remat_of, remat=remat, attention=kernel, where=where("train.remat"))
+    loss, evaluated = _losses(config, layout, pipeline, model, own_loss, chunks, recompute, where)
     # Under jit, what is traced here is not traced again where the state is made.
     init = jax.jit(model.init)
     return ModelProgram(
@@ -99,8 +101,9 @@ def program_of(config: Config, layout: MeshLayout, code: Code, where: Where, *, 
         grouped=grouped,
         remat=remat,
         loss_chunks=chunks,
-        objective=_objective(config, layout, pipeline, model, loss, chunks, recompute, where),
-        pipeline=pipeline,
+        loss=loss,
+        evaluated=evaluated,
+        is_token_loss=own is None,
         init=init,
         # Even the key is only a shape: nothing is computed where the devices may be absent.
         shapes=(*jax.eval_shape(init, jax.eval_shape(jax.random.key, 0)), rows),
@@ -194,17 +197,17 @@ def _with_exchange_metrics(model: Model, experts: ExpertsConfig, seq: int, layou
     return replace(model, terms=terms, is_trained_differently=True)
 
 
-def _objective(
+def _losses(
     config: Config,
     layout: MeshLayout,
     pipeline: Pipeline | None,
     model: Model,
     own: Callable[..., Any] | None,
     chunks: int,
-    recompute: Callable[[ShardedLoss], ShardedLoss],
+    recompute: Callable[[Loss], Loss],
     where: Where,
-) -> Objective:
-    """The loss under the rules. The step, the placement and, where it makes no difference, the evaluation share one trace of it.
+) -> tuple[ShardedLoss, ShardedLoss]:
+    """The loss under the rules, in training and in an evaluation, which share one trace where that makes no difference.
 
     pipeline: the step's. An evaluation has the run's own, since its batches have no parts. recompute: lets layers keep what `train.remat`
     says.
@@ -235,7 +238,7 @@ def _objective(
     loss = sharded(True)
     reads_train = own is not None and "train" in inspect.signature(own).parameters
     is_same = pipeline == whole and not model.is_trained_differently and not reads_train
-    return Objective(loss=loss, evaluated=loss if is_same else sharded(False), is_token_loss=own is None, settle=model.settle)
+    return loss, loss if is_same else sharded(False)
 
 
 def _check_segments(config: Config, model: Model, where: Where) -> None:

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from jgt import recomputed
 from jgt.document import InputError
-from jgt.replacements.layers import recomputed
 
 from ..models.kernels import AttentionKernel
 

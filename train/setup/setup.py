@@ -50,12 +50,12 @@ class Setup(StateLayout):
     @property
     def batch_shardings(self) -> dict[str, NamedSharding]:
         """Where each array of a batch goes."""
-        return self.placement.inputs(self.batch_shapes)
+        return self.storage.model.inputs(self.batch_shapes)
 
     @property
     def num_parameters(self) -> int:
         """Parameters of the model."""
-        return sum(math.prod(p.shape) for p in self.placement.parameters)
+        return sum(math.prod(p.shape) for p in self.storage.model.parameters)
 
     def init(self) -> State:
         """The state before the first step, born sharded; the same values on every mesh."""
@@ -85,9 +85,9 @@ class Setup(StateLayout):
             gradients=self.gradients,
             clips=self.run.config.optimizer.clip is not None,
             features=self.features,
-            update=update_in_turn(self.placement) if self.offload else update_all,
+            update=update_in_turn(self.storage) if self.offload else update_all,
         )
-        shardings, whole = self.shardings, self.placement.replicated()
+        shardings, whole = self.shardings, self.storage.model.replicated()
         return jax.jit(
             step if self.phases is None else self.phases.step(step),
             in_shardings=(shardings, self.batch_shardings, whole),
@@ -132,7 +132,7 @@ class Setup(StateLayout):
 
     def compile_eval_step(self, batch: int) -> Any:
         """The compiled evaluation of this many rows: (parameters, variables, batch) → a sum and its weight, by name."""
-        whole, shapes = self.placement.replicated(), self.shapes
+        whole, shapes = self.storage.model.replicated(), self.shapes
         params = shapes.params if self.phases is None else shapes.anchor
         # Only parameters may have other shapes in checkpoints.
         one, shardings = (state.variables for state in self.saved_of_one)

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
 
-from jgt import Placement
-from jgt.sharding.storage import Storage
+from jgt import Storage
 
 from ..step.gradients import GradientSum
+from ..step.optimizer import MakeOptimizer, Settings
 from ..step.state import OPTIONAL, State, Tree
 from ..step.step import StepFeatures
 from ..sync.phases import Phases, mean_of_replicas
@@ -25,15 +26,38 @@ COMPILED_ONCE = {"xla_backend_optimization_level": 1}
 """For a program that runs once, LLVM's expensive passes take longer than they save."""
 
 
+# JAX finds the trace of `make_state` by this very object.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FirstState:
+    """Makes the state before the first step. init: makes parameters and variables from a key."""
+
+    init: Callable[[jax.Array], tuple[Tree, Tree]]
+    storage: Storage
+    gradients: GradientSum
+    make_optimizer: MakeOptimizer
+    features: StepFeatures
+    phases: Phases | None
+
+    def make_state(self, seed: jax.Array) -> State:
+        """The state before the first step, from a seed, uint32[]."""
+        params, variables = self.init(jax.random.key(seed))
+        params = self.storage.entered(params)
+        # The state does not depend on the settings.
+        opt_state = self.make_optimizer(Settings(lr=0.0, weight_decay=0.0, clip=0.0)).init(params)
+        losses, average = self.features.first_losses(), self.features.first_average(params)
+        waiting = self.gradients.first_waiting(jax.eval_shape(self.storage.used, params))
+        state = State(jnp.zeros((), jnp.int32), params, opt_state, variables, losses=losses, average=average, waiting=waiting)
+        return state if self.phases is None else self.phases.begin(state)
+
+
 @dataclass(frozen=True, kw_only=True)
 class StateLayout:
     """A run's state: its shapes, where each part goes, and conversions between its forms.
 
-    placement: the places of the model's parameters. storage: how the state has them. phases: with `sync.every` above 1. offload: whether
-    moments are in the host's memory between steps. shapes: the state's.
+    storage: the places of the model's parameters, and how the state has them. phases: with `sync.every` above 1. offload: whether moments
+    are in the host's memory between steps. shapes: the state's.
     """
 
-    placement: Placement
     storage: Storage
     gradients: GradientSum
     features: StepFeatures
@@ -44,7 +68,7 @@ class StateLayout:
     @property
     def shardings(self) -> State:
         """Where each part of the state goes."""
-        return self._shardings(self.storage.placement, self.storage.in_use.placement, self.shapes)
+        return self._shardings(self.shapes, is_saved=False)
 
     @property
     def saved_shapes(self) -> State:
@@ -54,21 +78,23 @@ class StateLayout:
     @property
     def saved_shardings(self) -> State:
         """Where each part of a state goes before it is saved, and after it is restored."""
-        return self._shardings(self.storage.saved, self.placement, self.saved_shapes)
+        return self._shardings(self.saved_shapes, is_saved=True)
 
     @property
     def saved_of_one(self) -> tuple[State, State]:
         """The shapes and shardings of one replica's state in a checkpoint; without phases, of the state."""
         shapes = self.saved_shapes if self.phases is None else self.phases.of_one(self.saved_shapes)
-        return shapes, self._shardings_of_one(self.storage.saved, self.placement, shapes)
+        return shapes, self._shardings_of_one(shapes, is_saved=True)
 
-    def _shardings(self, place: Placement, used: Placement, shapes: State) -> State:
+    def _shardings(self, shapes: State, *, is_saved: bool) -> State:
         if self.phases is None:
-            return self._shardings_of_one(place, used, shapes)
-        return self.phases.lift(self._shardings_of_one(place, used, self.phases.of_one(shapes)))
+            return self._shardings_of_one(shapes, is_saved=is_saved)
+        return self.phases.lift(self._shardings_of_one(self.phases.of_one(shapes), is_saved=is_saved))
 
-    def _shardings_of_one(self, place: Placement, used: Placement, one: State) -> State:
-        """place: the parameters' placement. used: the placement of gradients that wait for the next step."""
+    def _shardings_of_one(self, one: State, *, is_saved: bool) -> State:
+        place = self.storage.saved if is_saved else self.storage.placement
+        # Gradients that wait for the next step have the form of the parameters in use.
+        used = self.storage.model if is_saved else self.storage.in_use.placement
         whole = place.replicated()
         moments = place.optimizer(one.opt_state, "pinned_host" if self.offload else None)
         variables = place.inputs(one.variables, "variables")
@@ -95,7 +121,7 @@ class StateLayout:
         """The model's parameters, from the state's."""
         if not self.storage.forms:
             return params
-        return jax.jit(self.storage.left, out_shardings=self.placement.params, compiler_options=COMPILED_ONCE)(params)
+        return jax.jit(self.storage.left, out_shardings=self.storage.model.params, compiler_options=COMPILED_ONCE)(params)
 
     def stored_params(self, params: Any) -> Any:
         """The inverse of `model_params`."""

@@ -19,9 +19,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from jgt import signal
-from jgt.program import scopes
-from jgt.replacements.replicas import Replicas
+from jgt import Replicas, signal
 
 from ..sections import Wire
 from .objective import Arrays, Objective, Part
@@ -164,7 +162,7 @@ class GradientSum:
             i, sums = carry
             return i + 1, add(sums, jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), split))
 
-        with scopes.trips(self.parts):
+        with signal.trips(self.parts):
             return jax.lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), sums))[1]
 
     def _split(self, batch: Arrays) -> Arrays:

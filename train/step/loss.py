@@ -19,10 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgt import signal
+from jgt import signal, sum_of_groups
 from jgt.document import InputError
-from jgt.program import scopes
-from jgt.replacements.gradients import sum_of_groups
 
 from ..models.decoder import scores
 from .objective import Arrays
@@ -30,7 +28,7 @@ from .objective import Arrays
 Groups = tuple[int, ...]
 """Over how many devices each of its axes splits the batch, without axes of one device."""
 
-Loss = Callable[[Any, Arrays], jax.Array]
+TokenLoss = Callable[[Any, Arrays], jax.Array]
 Features = Callable[..., tuple[jax.Array, jax.Array]]
 Chunk = tuple[jax.Array, jax.Array, jax.Array]
 """x [b, s, d], targets [b, s] and weights [b, s] of some positions."""
@@ -38,7 +36,7 @@ Chunk = tuple[jax.Array, jax.Array, jax.Array]
 LOGITS_BYTES = 1 << 30
 
 
-def make_loss(features: Features, *, chunks: int = 1, groups: Groups = (), wide_gradients: bool = False) -> Loss:
+def make_loss(features: Features, *, chunks: int = 1, groups: Groups = (), wide_gradients: bool = False) -> TokenLoss:
     """loss(model, {inputs, targets, weights: [b, s]}) → Σ weights · nats, a mean if the weights sum to 1.
 
     features(model, inputs) → x [b, s, d] and a table [v, d], the factors of the logits. If the batch has `segments` [b, s], where documents
@@ -123,7 +121,7 @@ def _forward(
         total = jax.nn.logsumexp(logits, axis=-1)
         nats = total - _logits_of(targets, logits)
         # A plan shall count what follows as the backward pass, although it runs inside the forward pass.
-        with scopes.backward():
+        with signal.backward():
             errors = jnp.exp(logits - total[..., None]) - _is_target(logits, targets)  # softmax minus one-hot
             # As for every other gradient, both sides of the matmuls have the type of the activations.
             by_logits = (weights[..., None] * errors).astype(x.dtype)
@@ -131,7 +129,7 @@ def _forward(
 
     def add(by_table: jax.Array, chunk: Chunk) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         nats, by_x, by_logits = differentiated(chunk)
-        with scopes.backward():
+        with signal.backward():
             errors, features = _by_group(by_logits, groups), _by_group(chunk[0], groups)
             # [g, v, d]: one sum for each group.
             more = jnp.einsum("gbsv,gbsd->gvd", errors, features, preferred_element_type=jnp.float32)
@@ -139,7 +137,7 @@ def _forward(
 
     if chunks == 1:
         nats, by_x, by_logits = differentiated((x, targets, weights))
-        with scopes.backward():
+        with signal.backward():
             by_table = _by_table(x, by_logits, groups, added_up)
     else:
         # Sums of many chunks are f32. The dim of groups lets each device add to its own sum, without a collective in the loop.

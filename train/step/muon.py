@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgt.sharding.paths import path_text
+from jgt import path_text
 
 MapMatrices = Callable[[Callable[[jax.Array], jax.Array], Any], Any]
 """map_matrices(fn, tree): fn over the leaves [..., m, n] of a tree."""

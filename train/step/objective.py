@@ -16,16 +16,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jgt import Sharded, joined_results_of
 from jgt.document import InputError
-from jgt.pipeline.microbatches import joined_results_of
-from jgt.sharding.sharded import Sharded
-from jgt.sharding.storage import Storage
 
 from ..code.names import own_line
 from ..models.model import Model, Settle, Terms
@@ -50,8 +48,10 @@ class Part(NamedTuple):
     variables: Any
 
 
-ShardedLoss = Callable[[Any, Any, Arrays], tuple[jax.Array, Part]]
+Loss = Callable[[Any, Any, Arrays], tuple[jax.Array, Part]]
 """loss(params, variables, batch) → the loss, a mean or a sum, and the rest."""
+ShardedLoss = Sharded[[Any, Any, Arrays], tuple[jax.Array, Part]]
+"""The same under rules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,22 +62,15 @@ class Objective:
     from a state's. settle: see `Model`. is_of_whole_batches: an evaluation on a smaller batch has other results, because rows meet.
     """
 
-    loss: ShardedLoss
-    evaluated: ShardedLoss
+    loss: Loss
+    evaluated: Loss
     is_token_loss: bool
     used: Callable[[Any], Any] = lambda params: params
     settle: Settle = lambda variables: (variables, {})
     is_of_whole_batches: bool = False
 
-    def on_stored(self, storage: Storage) -> Objective:
-        """The same of parameters that are stored in other forms."""
-        assert isinstance(self.loss, Sharded)
-        assert isinstance(self.evaluated, Sharded)
-        loss, evaluated = self.loss.on_used(storage), self.evaluated.on_used(storage)
-        return replace(self, loss=loss, evaluated=evaluated, used=storage.used)
 
-
-def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], where: str, *, is_training: bool) -> ShardedLoss:
+def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], where: str, *, is_training: bool) -> Loss:
     """The function of arrays of the trainer's own loss: Σ weights · nats, while it is trained with the model's terms.
 
     where: the place and name of the model's key.
@@ -100,7 +93,7 @@ def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], wher
     return total
 
 
-def own_objective(model: Model, loss: Callable[..., Any], where: str, *, is_training: bool) -> ShardedLoss:
+def own_objective(model: Model, loss: Callable[..., Any], where: str, *, is_training: bool) -> Loss:
     """The function of arrays of a loss of the user's own. where: the place of its key. Tracing it raises InputError for another result.
 
     A loss that has the argument `train` learns by it whether the model is being trained. While it is, the model's terms are added.
@@ -142,7 +135,7 @@ def _reported(where: str) -> Iterator[None]:
         raise InputError([f"{where} failed: {line}{type(error).__name__}: {error}"]) from error
 
 
-def problem_of_parts(loss: Sharded[..., Any], shapes: tuple[Any, ...]) -> str:
+def problem_of_parts(loss: ShardedLoss, shapes: tuple[Any, ...]) -> str:
     """Why a loss of the user's own cannot be joined from the losses of parts of its batch; empty if it can. Its metrics count, too."""
     value, part = joined_results_of(loss, *shapes)
     pairs = {"the loss": (value, part.weight)} | {f"the metric {name}": pair for name, pair in part.metrics.items()}

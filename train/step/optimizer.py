@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jgt import Placement
+from jgt import Storage
 from jgt.document import InputError
 
 from ..code.files import Code
@@ -86,9 +86,10 @@ def own_optimizer(config: OwnOptimizer, code: Code, where: Callable[[str], str])
     return make
 
 
-def roles_of(model: Model, placement: Placement) -> Any:
+def roles_of(model: Model, storage: Storage) -> Any:
     """The role of each parameter, as a tree like theirs."""
-    return jax.tree.unflatten(placement.tree, [model.role(p.path, len(p.shape) - len(p.sliced)) for p in placement.parameters])
+    places = storage.model
+    return jax.tree.unflatten(places.tree, [model.role(p.path, len(p.shape) - len(p.sliced)) for p in places.parameters])
 
 
 def by_role(roles: Any, labels: Mapping[Role, Any], *, default: Any) -> Callable[[Any], Any]:

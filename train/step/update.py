@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jgt import Placement
-from jgt.sharding.paths import path_text
+from jgt import Storage, path_text
 
 Update = Callable[[optax.GradientTransformation, Any, Any, Any, jax.Array], tuple[Any, Any]]
 """update(optimizer, gradients, params, opt_state, applied) → params and opt_state; the old ones if `applied`, a bool[], is false."""
@@ -29,7 +28,7 @@ def update_all(optimizer: optax.GradientTransformation, gradients: Any, params: 
     return jax.tree.map(lambda new, old: jnp.where(applied, new, old), new, old)
 
 
-def update_in_turn(placement: Placement) -> Update:
+def update_in_turn(storage: Storage) -> Update:
     """An update of one parameter after another. Moments come from the host's memory and return there."""
 
     def update(optimizer: optax.GradientTransformation, gradients: Any, params: Any, opt_state: Any, applied: jax.Array) -> tuple[Any, Any]:
@@ -37,7 +36,7 @@ def update_in_turn(placement: Placement) -> Update:
         gradient_leaves = jax.tree.leaves(gradients)
         # A masked part of an optimizer has an empty MaskedNode in a parameter's place. As a leaf it has an owner, too.
         state, state_tree = jax.tree.flatten_with_path(opt_state, is_leaf=_is_masked)
-        owners = [_owner(placement, path_text(path), x) for path, x in state]
+        owners = [_owner(storage, path_text(path), x) for path, x in state]
         old = [x for _, x in state]
         new, new_params, at_home = list(old), [x for _, x in named], []
         # Small parameters first: the largest moments arrive last, when the memory of all other gradients is free.
@@ -67,9 +66,9 @@ def _is_masked(x: Any) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 
-def _owner(placement: Placement, path: str, x: Any) -> str | None:
+def _owner(storage: Storage, path: str, x: Any) -> str | None:
     """The path of the parameter that a leaf of the optimizer's state belongs to."""
-    place = placement.owner(path, None if _is_masked(x) else x.shape)
+    place = storage.model.owner(path, None if _is_masked(x) else x.shape)
     return None if place is None else place.path
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgt.replacements.replicas import Replicas
+from jgt import Replicas
 
 from ..step.state import State, Tree
 from ..step.step import StepFn

@@ -99,6 +99,12 @@ class Target:
         """The bytes of a device's memory that a program may use."""
         return USABLE * self.chip.hbm_gb * 1e9
 
+    @staticmethod
+    def memory_fits(stats: MemoryStats, limit_bytes: int) -> bool:
+        """Whether a compiled program fits into the usable share of a device's memory."""
+        used = used_bytes(stats)
+        return min(used, stats.peak_memory_in_bytes or used) <= USABLE * limit_bytes
+
     def network(self, hosts: Sequence[int] | None = None) -> Network:
         """The links between the devices. hosts: the host of each device, in the mesh's order; by default host by host."""
         hosts = [device // self.per_host for device in range(self.num_devices)] if hosts is None else hosts
@@ -146,9 +152,3 @@ def used_bytes(stats: MemoryStats) -> int:
     # A donated argument's memory is its output's, and XLA counts it in both.
     new_outputs = max(stats.output_size_in_bytes - stats.alias_size_in_bytes, 0)
     return stats.argument_size_in_bytes + new_outputs + stats.temp_size_in_bytes
-
-
-def memory_fits(stats: MemoryStats, limit_bytes: int) -> bool:
-    """Whether a compiled program fits into the usable share of a device's memory."""
-    used = used_bytes(stats)
-    return min(used, stats.peak_memory_in_bytes or used) <= USABLE * limit_bytes

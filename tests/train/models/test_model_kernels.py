@@ -2,6 +2,7 @@
 
 import re
 from types import SimpleNamespace
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jgt.planner.hardware.target import Target
 from jgt.program import kernels
 from train.config import load
 from train.models import eight_bits as fp8
-from train.models.config import ModelConfig
+from train.models.config import AttentionName, ModelConfig
 from train.models.decoder import build
 from train.models.kernels import CUDNN, KERNELS, XLA, AttentionChoice, choose_attention, has_foreign_mask
 from train.setup import prepare
@@ -67,7 +68,9 @@ def test_cudnn_that_cannot_be_had_is_an_error(tiny_file):
 
 
 def test_a_kernel_is_known_by_one_name():
-    assert {kernel.name for kernel in KERNELS} == {"xla", *(kernel.name for kernel in kernels.ATTENTION)}
+    names = {kernel.name for kernel in KERNELS}
+    assert {"auto", *names} == set(get_args(AttentionName))
+    assert names - {"xla"} <= {kernel.name for kernel in kernels.KERNELS}
     assert KERNELS[-1] is XLA
 
 

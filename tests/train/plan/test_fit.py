@@ -23,7 +23,7 @@ def taken(tiny, monkeypatch):
             return needs[tried[-1]] <= limit
 
         monkeypatch.setattr(fit, "_memory_of_devices", lambda: memory)
-        monkeypatch.setattr(fit, "memory_fits", memory_fits)
+        monkeypatch.setattr(fit.Target, "memory_fits", memory_fits)
         return open_run(tiny("train.remat=auto"))[0], tried
 
     return _taken
