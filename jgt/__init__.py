@@ -13,15 +13,6 @@ from jgt.mesh.nvidia import quiet_plugin
 
 if TYPE_CHECKING:
     from jgt import signal
-    from jgt.api.extend import Placement
-    from jgt.api.extend import Replicas as Replicas
-    from jgt.api.extend import Sharded as Sharded
-    from jgt.api.extend import Storage as Storage
-    from jgt.api.extend import exchange_at as exchange_at
-    from jgt.api.extend import mosaic_obstacle as mosaic_obstacle
-    from jgt.api.extend import path_text as path_text
-    from jgt.api.extend import recomputed as recomputed
-    from jgt.api.extend import sum_of_groups as sum_of_groups
     from jgt.api.shard import init, place, shard
     from jgt.api.shard import storage_of as storage_of
     from jgt.api.verify import Verification, verify
@@ -31,6 +22,7 @@ if TYPE_CHECKING:
     from jgt.command.trainer import load, run
     from jgt.command.trainer import trainer as trainer
     from jgt.document import InputError
+    from jgt.document.schema import file_schema as file_schema
     from jgt.mesh.mesh import abstract_mesh, make_mesh
     from jgt.mesh.mesh import use_virtual_cpu as use_virtual_cpu
     from jgt.mesh.sizes import MeshSizes as MeshSizes
@@ -38,7 +30,17 @@ if TYPE_CHECKING:
     from jgt.pipeline.microbatches import joined_results_of as joined_results_of
     from jgt.pipeline.staging import Pipeline
     from jgt.planner.plan import Plan, plan
+    from jgt.replacements.experts.experts import exchange_at as exchange_at
+    from jgt.replacements.experts.grouped import mosaic_obstacle as mosaic_obstacle
+    from jgt.replacements.gradients import sum_of_groups as sum_of_groups
+    from jgt.replacements.layers import recomputed as recomputed
+    from jgt.replacements.replicas import Replicas as Replicas
     from jgt.rules import Rules, load_rules, make_rules
+    from jgt.rules.schema import rules_schema as rules_schema
+    from jgt.sharding.paths import path_text as path_text
+    from jgt.sharding.placement import Placement
+    from jgt.sharding.sharded import Sharded as Sharded
+    from jgt.sharding.storage import Storage as Storage
 
 __version__ = "0.1.0"
 
@@ -46,30 +48,30 @@ __version__ = "0.1.0"
 quiet_plugin()
 
 _NAMES = {
-    "jgt.api.extend": (
-        "Placement",
-        "Replicas",
-        "Sharded",
-        "Storage",
-        "exchange_at",
-        "mosaic_obstacle",
-        "path_text",
-        "recomputed",
-        "sum_of_groups",
-    ),
     "jgt.api.shard": ("init", "place", "shard", "storage_of"),
     "jgt.api.verify": ("Verification", "verify"),
     "jgt.command.console": ("Console", "amount"),
     "jgt.command.parser": ("CommandParser",),
     "jgt.command.trainer": ("load", "run", "trainer"),
     "jgt.document": ("InputError",),
+    "jgt.document.schema": ("file_schema",),
     "jgt.mesh.mesh": ("abstract_mesh", "make_mesh", "use_virtual_cpu"),
     "jgt.mesh.sizes": ("MeshSizes",),
     "jgt.pipeline.config": ("PipelineConfig",),
     "jgt.pipeline.microbatches": ("joined_results_of",),
     "jgt.pipeline.staging": ("Pipeline",),
     "jgt.planner.plan": ("Plan", "plan"),
+    "jgt.replacements.experts.experts": ("exchange_at",),
+    "jgt.replacements.experts.grouped": ("mosaic_obstacle",),
+    "jgt.replacements.gradients": ("sum_of_groups",),
+    "jgt.replacements.layers": ("recomputed",),
+    "jgt.replacements.replicas": ("Replicas",),
     "jgt.rules": ("Rules", "load_rules", "make_rules"),
+    "jgt.rules.schema": ("rules_schema",),
+    "jgt.sharding.paths": ("path_text",),
+    "jgt.sharding.placement": ("Placement",),
+    "jgt.sharding.sharded": ("Sharded",),
+    "jgt.sharding.storage": ("Storage",),
 }
 _OWNERS = {name: module for module, names in _NAMES.items() for name in names}
 

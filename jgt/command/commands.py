@@ -76,7 +76,7 @@ _OWN = {
         make_parser="verify_parser",
     ),
     "plan": Command(purpose="show what XLA does with the training step, also for GPUs that you do not have", module=".plan.__main__"),
-    "calibrate": Command(purpose="measure the devices of this machine, for the times of plans", module="jgt.calibrate.__main__"),
+    "calibrate": Command(purpose="measure the devices of this machine, for the times of plans", module="jgt.planner.calibrate.__main__"),
     "schedule": Command(purpose="show and compare pipeline schedules", module="jgt.schedule.__main__"),
     "schema": Command(purpose="print the JSON Schema of run files or rules files, for editors", module=".config.schema"),
     "init": Command(purpose="write a project with a model of your own", module="jgt.command.project"),

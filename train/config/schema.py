@@ -12,11 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jgt import CommandParser, MeshSizes
+from jgt import CommandParser, MeshSizes, file_schema, rules_schema
 from jgt.document import InputError
-from jgt.document.schema import file_schema
 from jgt.planner import Budget
-from jgt.rules.schema import rules_schema
 
 from .config import Config
 

@@ -24,9 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         import jax
 
-        from jgt.calibrate.figures import calibrated, chip_text
-        from jgt.calibrate.kernels import CPU_SIZES, GPU_SIZES, kernels, measure
         from jgt.mesh.mesh import use_virtual_cpu
+        from jgt.planner.calibrate.figures import calibrated, chip_text
+        from jgt.planner.calibrate.kernels import CPU_SIZES, GPU_SIZES, kernels, measure
 
         if arguments.devices is not None:
             use_virtual_cpu(arguments.devices)

@@ -6,10 +6,10 @@ from dataclasses import replace
 import jax
 import pytest
 
-from jgt.calibrate import __main__ as command
-from jgt.calibrate.figures import calibrated, chip_text
-from jgt.calibrate.kernels import GPU_SIZES, Sizes, kernels, measure
 from jgt.document import InputError
+from jgt.planner.calibrate import __main__ as command
+from jgt.planner.calibrate.figures import calibrated, chip_text
+from jgt.planner.calibrate.kernels import GPU_SIZES, Sizes, kernels, measure
 from jgt.planner.hardware.chip import Link, load_chip, read_chip
 from jgt.planner.hardware.rates import MatmulWork
 from jgt.planner.hardware.target import Target

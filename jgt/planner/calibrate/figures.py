@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 from typing import Any, cast
 
-from jgt.calibrate.kernels import Sizes
 from jgt.document import dump
+from jgt.planner.calibrate.kernels import Sizes
 from jgt.planner.hardware.chip import Chip, Link
 from jgt.planner.hardware.rates import MatmulWork
 
