@@ -10,6 +10,9 @@ restart would load it again and die again. So a process writes the programs that
 as soon as a step is finished. The lock disappears with its process. A `.trial` file without a lock therefore shows that a process died with
 these programs, and the next start removes them. Without locks or room for such a file, programs are loaded without a trial.
 
+JAX writes in the first process alone, because the processes of an accelerator have the same keys. On CPUs each has its own, and would
+compile anew at each start. So there each process writes.
+
 JAX reads and writes its cache through one object with the methods `get` and `put`, and has no public way to give it another. This file puts
 its own object there, and asks JAX whether it is in use. If not, JAX gets no cache: compiling again is better than running a program that
 was not checked.
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import itertools
 import os
@@ -30,10 +34,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO
+from typing import IO, Any
 
 import jax
-from jax._src import compilation_cache
+from jax._src import compilation_cache, compiler
 
 from .command_line import say
 
@@ -150,9 +154,27 @@ def use_programs(programs: Programs) -> bool:
             compilation_cache._cache_initialized = True
         # JAX asks the backend only for the type of its runtime.
         if compilation_cache._get_cache(SimpleNamespace(runtime_type="")) is programs:
+            _write_in_each_process()
             return True
     jax.config.update("jax_compilation_cache_dir", None)
     return False
+
+
+@functools.cache
+def _write_in_each_process() -> None:
+    """Has JAX store what a process other than the first compiles for CPUs. A second call changes nothing."""
+    write = compiler._cache_write
+
+    @functools.wraps(write)
+    def write_own(key: str, seconds: float, name: str, backend: Any, executable: Any, *callbacks: Any) -> None:
+        if backend.platform != "cpu" or backend.process_index() == 0:
+            write(key, seconds, name, backend, executable, *callbacks)
+        # As in JAX: callbacks are addresses in this process.
+        elif not any(callbacks):
+            with contextlib.suppress(Exception):
+                compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
+
+    compiler._cache_write = write_own
 
 
 def finish_trial() -> None:

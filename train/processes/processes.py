@@ -41,6 +41,7 @@ _SHUTDOWN_SECONDS = 60
 _DETECTION_SECONDS = 60
 _JOIN_MARGIN_SECONDS = 5.0
 """Within its time the join ends by itself, with a better message. This is for the calls that it cannot interrupt."""
+_ENDLESS_MS = 1_000_000_000
 _LOOPBACK = "127.0.0.1"
 _EXIT_SECONDS = 3.0
 
@@ -216,6 +217,7 @@ def agree_on_input(problems: Sequence[str], values: Any) -> None:
     Otherwise raises InputError on every process: with its own problems, or with the number of a process that has some, or with the number
     of a process whose values differ.
     """
+    barrier("input")
     if jax.process_count() == 1:
         if problems:
             raise InputError(problems)
@@ -244,6 +246,12 @@ def number_of_first_process(mine: int) -> int:
 
 
 def barrier(name: str) -> None:
-    """Waits until all processes have called it with this name."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+    """Waits until all processes have called it with this name, which a run uses once.
+
+    It waits in the coordination service and not in a collective. On CPUs, the first collective of some devices connects their processes
+    with Gloo, which gives up after 30 seconds, and a process may need longer than another to read data or to compile. So wherever
+    processes may come to such a collective at different times, they wait for each other here. The watch limits the wait.
+    """
+    client = distributed.global_state.client
+    if client is not None and number_of_processes() > 1:
+        client.wait_at_barrier(f"jgt/{name}", timeout_in_ms=_ENDLESS_MS)

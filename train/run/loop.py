@@ -23,7 +23,7 @@ from ..checkpoint.checkpoint import Checkpoints, SaveError
 from ..checkpoint.steps import FOLDER
 from ..command_line import say
 from ..data.batches import Data
-from ..processes.processes import true_on_all_processes
+from ..processes.processes import barrier, true_on_all_processes
 from ..processes.watch import Watch
 from ..records.clock import InFlight, steps_ahead
 from ..records.console import Screen
@@ -135,6 +135,7 @@ class Loop:
         # Compiled before the loop, so that the first step's time limit and the first lap do not include it.
         with self._phase("compile"):
             train_step, exchange = compiling.result(), self._exchange(position)
+            barrier("compiled step")
         progress = Progress(self.setup, self.screen, self.records, position.step, self.data.train_sequences)
         self._saved = position.step
         # The feed has no end, so the range of steps decides.
@@ -243,6 +244,7 @@ class Loop:
         if self._eval_step is None:
             with self._phase("compile", what="evaluation"):
                 self._eval_step = self.setup.compile_eval_step(self._feed.eval_batch)
+                barrier("compiled evaluation")
         with self._phase("eval", step=step):
             # Sums stay on the devices until the end; fetching each would make the devices wait for the host.
             params, variables = self.setup.eval_params(state), self.setup.eval_variables(state)

@@ -5,7 +5,7 @@ import inspect
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src import compilation_cache
+from jax._src import compilation_cache, compiler, distributed
 from jax._src.compilation_cache_interface import CacheInterface
 
 from train.compiled import ENDING, TRIAL, Programs, finish_trial, open_programs, programs_on_trial, use_programs
@@ -72,6 +72,39 @@ def test_jax_runs_what_the_cache_returns_and_compiles_what_it_refuses(programs, 
     assert f"jgt: the compiled program {three} is damaged: its checksum differs" in capsys.readouterr().err
     assert compute(3) == [1, 4, 7, 10]
     assert capsys.readouterr().err == ""
+
+
+class Second:
+    """The backend of a second process: a CPU's, and this process's in everything else."""
+
+    platform = "cpu"
+
+    def __init__(self, backend):
+        self._backend = backend
+
+    def process_index(self):
+        return 1
+
+    def __getattr__(self, name):
+        return getattr(self._backend, name)
+
+
+def test_each_process_stores_what_it_compiles_for_a_cpu(programs, monkeypatch):
+    written, write = [], compiler._cache_write
+
+    def in_second(key, seconds, name, backend, *more):
+        written.append(key)
+        write(key, seconds, name, Second(backend), *more)
+
+    monkeypatch.setattr(distributed.global_state, "process_id", 1)
+    compute()
+    assert not stored(programs), "JAX alone writes in the first process only"
+    monkeypatch.setattr(compiler, "_cache_write", in_second)
+    assert compute() == [1, 4, 7, 10]
+    assert len(stored(programs)) == 1 and written
+    written.clear()
+    assert compute() == [1, 4, 7, 10]
+    assert not written
 
 
 def trials(programs):

@@ -51,6 +51,37 @@ def events(path, phase, process=0):
     return [row for row in rows(path / ("events.jsonl" if process == 0 else f"events-{process}.jsonl")) if row["phase"] == phase]
 
 
+LATE = """
+import time
+from train.run import train
+from train.setup.setup import Setup
+
+def late(function):
+    return lambda *args, **options: (time.sleep(33), function(*args, **options))[1]
+
+train.open_data, Setup.compile_train_step = late(train.open_data), late(Setup.compile_train_step)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_may_open_and_compile_later_than_gloo_waits(command, nursery, tmp_path, pytestconfig):
+    port = free_port()
+    both = [[*command(steps=2), *flags(port, 2, i)] for i in range(2)]
+    with Processes(tmp_path, both, pytestconfig.rootpath, nursery=nursery, first={1: LATE}) as processes:
+        assert processes.wait_all() == [Exit.DONE, Exit.DONE]
+
+
+@pytest.mark.slow
+def test_both_of_two_load_what_they_compiled_before(two, tmp_path):
+    stored = []
+    for steps in (2, 4):
+        with two(f"xla.cache={tmp_path / 'cache'}", steps=steps) as processes:
+            assert processes.wait_all() == [Exit.DONE, Exit.DONE]
+        stored.append(sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "cache").glob("jit_train_step-*")))
+    assert len(stored[0]) == 2 and stored[1] == stored[0]
+    assert [event["seconds"] < 2 for event in events(tmp_path / "run", "compile", 1)][-1]
+
+
 # -- stopping ----------------------------------------------------------------------------------------------------
 
 
