@@ -22,12 +22,10 @@ if TYPE_CHECKING:
     from jgt.command.trainer import load, run
     from jgt.command.trainer import trainer as trainer
     from jgt.document import InputError
-    from jgt.document.schema import file_schema as file_schema
     from jgt.mesh.mesh import abstract_mesh, make_mesh
     from jgt.mesh.mesh import use_virtual_cpu as use_virtual_cpu
     from jgt.mesh.sizes import MeshSizes as MeshSizes
     from jgt.pipeline.config import PipelineConfig as PipelineConfig
-    from jgt.pipeline.microbatches import joined_results_of as joined_results_of
     from jgt.pipeline.staging import Pipeline
     from jgt.planner.plan import Plan, plan
     from jgt.replacements.experts.experts import exchange_at as exchange_at
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
     from jgt.replacements.layers import recomputed as recomputed
     from jgt.replacements.replicas import Replicas as Replicas
     from jgt.rules import Rules, load_rules, make_rules
-    from jgt.rules.schema import rules_schema as rules_schema
+    from jgt.rules.schema import file_schemas as file_schemas
     from jgt.sharding.paths import path_text as path_text
     from jgt.sharding.placement import Placement
     from jgt.sharding.sharded import Sharded as Sharded
@@ -54,11 +52,9 @@ _NAMES = {
     "jgt.command.parser": ("CommandParser",),
     "jgt.command.trainer": ("load", "run", "trainer"),
     "jgt.document": ("InputError",),
-    "jgt.document.schema": ("file_schema",),
     "jgt.mesh.mesh": ("abstract_mesh", "make_mesh", "use_virtual_cpu"),
     "jgt.mesh.sizes": ("MeshSizes",),
     "jgt.pipeline.config": ("PipelineConfig",),
-    "jgt.pipeline.microbatches": ("joined_results_of",),
     "jgt.pipeline.staging": ("Pipeline",),
     "jgt.planner.plan": ("Plan", "plan"),
     "jgt.replacements.experts.experts": ("exchange_at",),
@@ -67,7 +63,7 @@ _NAMES = {
     "jgt.replacements.layers": ("recomputed",),
     "jgt.replacements.replicas": ("Replicas",),
     "jgt.rules": ("Rules", "load_rules", "make_rules"),
-    "jgt.rules.schema": ("rules_schema",),
+    "jgt.rules.schema": ("file_schemas",),
     "jgt.sharding.paths": ("path_text",),
     "jgt.sharding.placement": ("Placement",),
     "jgt.sharding.sharded": ("Sharded",),

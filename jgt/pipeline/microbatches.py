@@ -12,13 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgt.pipeline.batch import joined_results
 from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.ends import InputKind
 from jgt.program import jaxpr as jx
@@ -27,7 +25,6 @@ from jgt.program.dims import Dims
 from jgt.program.jaxpr import Program
 from jgt.rules import Rules, SpecRule
 from jgt.sharding.inputs import Input
-from jgt.sharding.sharded import Sharded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,18 +158,3 @@ def _dim_problems(ruled: Sequence[_RuledInput], batch_axes: Sequence[str]) -> It
                         f"{one.rule.where}: inputs: {one.input.name}: the batch must be the first dim in a pipeline, "
                         f"but this spec splits dim {dim} of {list(one.shape)} over {axis}"
                     )
-
-
-def joined_results_of(function: Sharded[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The way in which each result, in the result's tree, is joined from parts of the batch. Raises InputError as a call does.
-
-    The batch is the first dim of the first input that has dims.
-    """
-    arguments, planned = function.planned(*args, **kwargs)
-    num_params = len(arguments.parameters)
-    shapes = [() if one.is_state or one.is_key else one.x.shape for one in arguments.inputs]
-    rows = next((shape[0] for shape in shapes if shape), 0)
-    batched = [False] * num_params + [bool(shape) and shape[0] == rows for shape in shapes]
-    larger = arguments.trace_rows(batched, 2 * rows, planned.changed)
-    results = joined_results(planned.program, larger, ratio=2.0, num_params=num_params)
-    return jax.tree.unflatten(planned.out_tree, results[: planned.out_tree.num_leaves])

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from jgt.document import InputError, nearest
+from jgt.pipeline.batch import joined_results
 from jgt.pipeline.chunks import Chunks, staged_places, stored_dims, stored_form
 from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.links.moves import Moves
@@ -34,6 +36,7 @@ from jgt.schedule.table import Table
 from jgt.sharding.arguments import Arguments, Traced
 from jgt.sharding.placement import Surroundings
 from jgt.sharding.rewrite import rewrite_part
+from jgt.sharding.sharded import Sharded
 from jgt.sharding.staged import Run, StagedCall, StoredCall
 from jgt.sharding.storage import Form
 
@@ -48,6 +51,21 @@ class Pipeline(PipelineConfig):
         if options is None:
             return None
         return cls(signal=options.signal, microbatches=options.microbatches)._changed(**vars(options))
+
+    @staticmethod
+    def results_of_parts(function: Sharded[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The way in which each result, in the result's tree, is joined from parts of the batch. Raises InputError as a call does.
+
+        The batch is the first dim of the first input that has dims.
+        """
+        arguments, planned = function.planned(*args, **kwargs)
+        num_params = len(arguments.parameters)
+        shapes = [() if one.is_state or one.is_key else one.x.shape for one in arguments.inputs]
+        rows = next((shape[0] for shape in shapes if shape), 0)
+        batched = [False] * num_params + [bool(shape) and shape[0] == rows for shape in shapes]
+        larger = arguments.trace_rows(batched, 2 * rows, planned.changed)
+        results = joined_results(planned.program, larger, ratio=2.0, num_params=num_params)
+        return jax.tree.unflatten(planned.out_tree, results[: planned.out_tree.num_leaves])
 
     def stage(
         self,

@@ -1,9 +1,12 @@
-"""The JSON Schema of a rules file, for editors.
+"""The JSON Schemas of run files and rules files, for editors.
 
 Rules are read entry by entry (`load.py`) and not into one dataclass, so their schema is written here, from the same lists of keys.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from jgt.document.schema import Schema, file_schema, mapping_of, or_null
 from jgt.rules.load import ACTIONS, BACKWARD_KEYS, EXCHANGES, EXPERTS_KEYS, MAX_ROOM, OVERFLOWS, SIGNAL_KEYS, TOP_KEYS
@@ -34,9 +37,15 @@ _TEXTS = {
 }
 
 
-def rules_schema() -> Schema:
-    """The schema of a rules file."""
-    return file_schema("Rules of jgt", "jgt:rules/NAME", {key: _of_key(key) for key in TOP_KEYS}, _TEXTS)
+def file_schemas(sections: type[Any], keys: Mapping[str, Schema], texts: Mapping[str, str]) -> dict[str, Schema]:
+    """The schemas of a run file and of a rules file, by name.
+
+    sections: the class whose fields are the sections of a run. keys: the schemas of keys that `bind` does not read. texts: descriptions.
+    """
+    rules = file_schema("Rules of jgt", "jgt:rules/NAME", {key: _of_key(key) for key in TOP_KEYS}, _TEXTS)
+    inline = {key: value for key, value in rules.items() if not key.startswith("$")}
+    keys = {**keys, "rules": {"anyOf": [{"type": "string"}, inline]}}
+    return {"run": file_schema("A run of jgt", "jgt:NAME", keys, texts, sections), "rules": rules}
 
 
 def _described(keys: tuple[str, ...]) -> dict[str, Schema]:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jgt import CommandParser, MeshSizes, file_schema, rules_schema
+from jgt import CommandParser, MeshSizes, file_schemas
 from jgt.document import InputError
 from jgt.planner import Budget
 
 from .config import Config
 
+NAMES = ("run", "rules")
 _NUMBER = {"type": "number", "minimum": 0}
 _TEXTS = {
     "mesh": "The axes of the mesh and their sizes, outermost first. One size may be -1: the remaining devices.",
@@ -35,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def schema_text(name: str) -> str:
     """The schema of this name, as the text of its file."""
-    return json.dumps(SCHEMAS[name](), indent=1, ensure_ascii=False) + "\n"
+    return json.dumps(schemas()[name], indent=1, ensure_ascii=False) + "\n"
 
 
 def parser() -> CommandParser:
     """The command line of the schemas."""
     parser = CommandParser("jgt schema", "Prints the JSON Schema of run files or of rules files, for editors.")
-    parser.add_argument("name", nargs="?", choices=[*SCHEMAS], default="run", help="run (the default) or rules")
+    parser.add_argument("name", nargs="?", choices=NAMES, default="run", help="run (the default) or rules")
     parser.add_argument("--write", metavar="DIR", help="write both schemas to a folder, as run.json and rules.json")
     return parser
 
@@ -53,27 +54,24 @@ def _print_or_write(arguments: argparse.Namespace) -> None:
     folder = Path(arguments.write)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in SCHEMAS:
+        for name in NAMES:
             (folder / f"{name}.json").write_text(schema_text(name), encoding="utf-8")
     except OSError as error:
         raise InputError([f"command line: --write: {error.filename} cannot be written: {error.strerror or error}"]) from None
-    print(f"Wrote {' and '.join(f'{name}.json' for name in SCHEMAS)} in {folder}", file=sys.stderr)
+    print(f"Wrote {' and '.join(f'{name}.json' for name in NAMES)} in {folder}", file=sys.stderr)
 
 
-def run_schema() -> dict[str, Any]:
-    """The schema of a run file."""
+def schemas() -> dict[str, dict[str, Any]]:
+    """The schemas by name."""
     # null removes an axis that the extended file has.
     size = {"anyOf": [{"type": "integer", "minimum": -1, "maximum": MeshSizes.MOST_DEVICES}, {"type": "null"}]}
     limits = {"type": "object", "additionalProperties": _NUMBER}
     keys: dict[str, dict[str, Any]] = {
         "mesh": {"type": "object", "additionalProperties": size},
-        "rules": {"anyOf": [{"type": "string"}, {key: value for key, value in rules_schema().items() if not key.startswith("$")}]},
         "budget": {**limits, "properties": dict.fromkeys(Budget.KEYS, _NUMBER), "additionalProperties": limits},
     }
-    return file_schema("A run of jgt", "jgt:NAME", keys, _TEXTS, Config)
+    return file_schemas(Config, keys, _TEXTS)
 
-
-SCHEMAS: Mapping[str, Callable[[], dict[str, Any]]] = {"run": run_schema, "rules": rules_schema}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgt import Sharded, joined_results_of
+from jgt import Pipeline, Sharded
 from jgt.document import InputError
 
 from ..code.names import own_line
@@ -137,7 +137,7 @@ def _reported(where: str) -> Iterator[None]:
 
 def problem_of_parts(loss: ShardedLoss, shapes: tuple[Any, ...]) -> str:
     """Why a loss of the user's own cannot be joined from the losses of parts of its batch; empty if it can. Its metrics count, too."""
-    value, part = joined_results_of(loss, *shapes)
+    value, part = Pipeline.results_of_parts(loss, *shapes)
     pairs = {"the loss": (value, part.weight)} | {f"the metric {name}": pair for name, pair in part.metrics.items()}
     for what, (value, weight) in pairs.items():
         for one in (value, *([] if weight is None else [weight])):

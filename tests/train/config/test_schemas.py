@@ -9,7 +9,7 @@ import pytest
 from jgt import document
 from jgt.__main__ import main
 from train.__main__ import main as train_main
-from train.config.schema import SCHEMAS, schema_text
+from train.config.schema import NAMES, schema_text, schemas
 
 jsonschema = pytest.importorskip("jsonschema")
 
@@ -27,12 +27,12 @@ def is_rules(path):
 
 def problems(name, text):
     value = document.parse(text, "f.yaml").plain()
-    return [error.message for error in jsonschema.Draft7Validator(SCHEMAS[name]()).iter_errors(value)]
+    return [error.message for error in jsonschema.Draft7Validator(schemas()[name]).iter_errors(value)]
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_files_are_up_to_date(name):
-    jsonschema.Draft7Validator.check_schema(SCHEMAS[name]())
+    jsonschema.Draft7Validator.check_schema(schemas()[name])
     assert (CONFIGS / "schema" / f"{name}.json").read_text() == schema_text(name), "run: jgt schema --write configs/schema"
 
 
@@ -98,7 +98,7 @@ def test_what_is_right_validates(name, text):
 
 def test_the_command(tmp_path, capsys):
     assert main(["schema", "rules"]) == 0
-    assert json.loads(capsys.readouterr().out) == SCHEMAS["rules"]()
+    assert json.loads(capsys.readouterr().out) == schemas()["rules"]
     assert main(["schema", "--write", str(tmp_path / "a")]) == 0
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["rules.json", "run.json"]
     (tmp_path / "file").touch()
