@@ -1,6 +1,7 @@
 """The documentation is true: examples run, messages match the code, and keys, defaults and files exist."""
 
 import dataclasses
+import itertools
 import re
 import shlex
 import typing
@@ -8,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import jgt
@@ -164,6 +166,14 @@ def test_the_code_of_the_page_on_own_code_trains(tmp_path, monkeypatch):
     waves = jgt.run("waves.yaml", ["run.name=waves"], code="mine.py")
     first, *_, last, evaluation = waves.metrics
     assert last["loss"] < first["loss"] and {"absolute"} < last.keys() and {"eval_loss", "eval_absolute"} < evaluation.keys()
+    assert jgt.run("waves.yaml", ["run.name=spline", "model.kind=mine:Spline", "train.loss=mine:spline_loss"], code="mine.py").is_done
+    mine = {}
+    exec(Path("mine.py").read_text(), mine)
+    pairs = ({"image": np.eye(8)[n % 8], "text": np.eye(4)[n % 4]} for n in itertools.count())
+    towers = {"model": {"kind": "mine:Towers"}, "train": {"loss": "mine:clip", "steps": 2, "batch": 8}}
+    for _ in range(2):
+        result = jgt.run(towers, ["run.name=towers", "data.source=x:y"], data=lambda: mine["stored"](pairs, 16, "pairs"), code="mine.py")
+    assert "accuracy" in result.metrics[0] and next(pairs)["text"][0] == 1
     (model,) = re.findall(r"`(model: \{.*?\})`", OWN.read_text())
     config = document.parse(model, "own.md").plain() | {"run": {"name": "text"}, "train": {"steps": 2, "batch": 8}}
     assert jgt.run(config | {"data": {"source": "stdlib", "eval_tokens": 0}}, ["model.seq=16"], code="mine.py").is_done

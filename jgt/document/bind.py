@@ -52,10 +52,10 @@ class Bound:
 def bind(node: Node, cls: type[_T], problems: list[str]) -> _T | None:
     """Fills a frozen dataclass from a mapping. Appends to `problems`, and returns None if a field could not be filled.
 
-    Field types may be bool, int, float, str, Literal, a dataclass, `tuple[T, ...]`, `dict[str, T]`, unions,
-    `Annotated[number, Bound]`, LocalPath, and Node for a part that its owner reads. A class may have a method `problems()` that yields
-    (field, message) for what only several fields together show to be wrong. A static method `variant(node)` may name another class to
-    fill instead, and `REST` the field that takes all keys that are not fields, with their plain values.
+    Field types may be bool, int, float, str, Literal, a dataclass, `tuple[T, ...]`, `dict[str, T]`, unions, `Annotated[number, Bound]`,
+    `Annotated[T, text]` with the end of messages about it, LocalPath, and Node for a part that its owner reads. A class may have a method
+    `problems()` that yields (field, message) for what only several fields together show to be wrong. A static method `variant(node)` may
+    name another class to fill instead, and `REST` the field that takes all keys that are not fields, with their plain values.
     """
     if not isinstance(node.value, dict):
         problems.append(node.problem(f"must be a mapping of keys to values, not {node.in_words()}"))
@@ -132,7 +132,11 @@ _HintArguments = tuple[object, ...]
 
 
 def _bind_annotated(node: Node, arguments: _HintArguments, problems: list[str]) -> object:
+    num_before = len(problems)
     value = _bind_value(node, arguments[0], problems)
+    # A text says what else may be meant.
+    remedies = [text for text in arguments[1:] if isinstance(text, str)]
+    problems[num_before:] = [" ".join([problem, *remedies]) for problem in problems[num_before:]]
     if isinstance(value, int | float):
         complaints = [bound.complaint(value) for bound in arguments[1:] if isinstance(bound, Bound)]
         problems += [node.problem(complaint) for complaint in complaints if complaint]

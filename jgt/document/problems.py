@@ -103,5 +103,5 @@ def most_similar(name: str, known: Iterable[str]) -> str | None:
     # difflib takes quadratic time, and a name this long is not a misspelt one.
     if len(name) > _MAX_SHOWN:
         return None
-    # 0.5 finds 'stpes' and 'n_layers' for 'layers', and leaves unrelated names out.
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
+    # This finds 'stpes' and 'n_layers' for 'layers', and leaves unrelated names out, such as 'lion' for 'muon'.
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.55)), None)

@@ -25,7 +25,7 @@ class MeshSizes(dict[str, int]):
 
     @classmethod
     def read(cls, node: Node, problems: list[str]) -> MeshSizes:
-        """The `mesh:` section as axis names and sizes, outermost first. Appends to `problems` and leaves wrong axes out."""
+        """The `mesh:` section as axis names and sizes, outermost first. Appends to `problems`; a wrong size counts as 1."""
         if not isinstance(node.value, dict) or not node.value:
             example = "outermost first, for example {data: 2, fsdp: -1, tensor: 2}"
             problems.append(node.problem(f"a mesh is a mapping of axis names to sizes, {example}"))
@@ -46,8 +46,10 @@ class MeshSizes(dict[str, int]):
             elif not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
                 allowed = "a whole number of at least 1, or -1 for the remaining devices"
                 problems.append(child.problem(f"an axis size is {allowed}, not {child.in_words()}"))
+                sizes[axis] = 1
             elif size > cls.MOST_DEVICES:
                 problems.append(child.problem(f"{child.in_words()} is too large; a mesh has at most {cls.MOST_DEVICES:,} devices"))
+                sizes[axis] = 1
             else:
                 sizes[axis] = size
         if problem := sizes._free_problem():
@@ -86,7 +88,8 @@ class MeshSizes(dict[str, int]):
             indivisible = f"the other sizes multiply to {known}, which does not divide the {num_devices} devices"
             return f"{product}: {indivisible}. Make them divide {num_devices}"
         if not has_free and known != num_devices:
-            return f"{product} = {known} devices, but there are {num_devices}. Make the product {num_devices}, or one size -1"
+            are = "there is 1" if num_devices == 1 else f"there are {num_devices}"
+            return f"{product} = {known} devices, but {are}. Make the product {num_devices}, or one size -1"
         return None
 
     def over_hosts(self, per_host: int) -> tuple[int, ...]:

@@ -179,7 +179,6 @@ class Rules:
         named += [(rule.experts.where, f"{rule.pattern}: experts", rule.experts.axis) for rule in self.signals if rule.experts]
         for where, what, axis in named:
             if axis not in known:
-                yield (
-                    f"{where}: {what}: the mesh has no axis {axis!r}. {nearest(axis, known)} "
-                    f"To turn the axis off, give it the size 1 in mesh: {{{axis}: 1}}"
-                )
+                off = f"{nearest(axis, known)} To turn the axis off, give it the size 1 in mesh: {{{axis}: 1}}"
+                remedy = "Write null for a dim that no axis splits" if axis in ("None", "none") else off
+                yield f"{where}: {what}: the mesh has no axis {axis!r}. {remedy}"

@@ -25,6 +25,7 @@ from jgt.document import InputError, path_problem
 
 COPY = "code"
 """The folder of the run directory that keeps the copy."""
+IS_PYTHONS = "is the name of a module of Python's own. Give the file another name"
 _MAX_FILES, _MAX_BYTES = 2_000, 20_000_000
 _SKIPPED = ("__pycache__", "node_modules", "site-packages")
 
@@ -97,7 +98,8 @@ def _files_at(path: Path) -> tuple[dict[str, Path], str | None]:
     """The Python files at a path, by their paths inside the code, and what is wrong with it."""
     if path_problem(path, "folder"):
         if not path_problem(path) and path.suffix == ".py":
-            return {path.name: path}, None
+            # It would be left out in silence, and whoever imports it would get Python's.
+            return {path.name: path}, f"{path.stem} {IS_PYTHONS}" if path.stem in sys.stdlib_module_names else None
         return {}, "is not a Python file or a folder" if os.path.lexists(path) else "no such file or folder"
     prefix = path.resolve().name if (path / "__init__.py").is_file() else ""
     files = {str(Path(prefix) / file.relative_to(path)): file for file in itertools.islice(_python_files(path), _MAX_FILES + 1)}

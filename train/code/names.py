@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping
 from importlib.abc import MetaPathFinder
@@ -23,16 +24,25 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from jgt.document import InputError, nearest
+from jgt.document import InputError, nearest, shown
 
-from .files import Code
+from .files import IS_PYTHONS, Code
 
 GROUP = "jgt.code"
 """The group of entry points by which an installed package offers models, losses, optimizers and data."""
+OR_OWN = "Code of your own is MODULE:NAME (docs/own.md)"
+"""For the messages of keys that may name an object."""
 PYTHON = "python"
 """The module of names that were given as objects: `python:Mamba`."""
 _MOST_SHOWN = 12
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+_OTHERS = (
+    str(Path(__file__).parents[1]),
+    str(Path(inspect.getfile(InputError)).parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    "<frozen ",
+)
+"""Where files are not the user's own."""
 
 
 def is_name(text: object) -> bool:
@@ -41,7 +51,10 @@ def is_name(text: object) -> bool:
 
 
 def name_problem(name: str, key: str, code: Code) -> str | None:
-    """Why an object cannot be named so, or None. key: the key of the config, such as `model.kind`."""
+    """Why an object cannot be named so, or None. key: the key of the config, such as `model.kind`.
+
+    Raises InputError for a file that is not Python.
+    """
     if not _NAME.fullmatch(name):
         return f"{name!r} is not MODULE:NAME, such as my_models:Mamba"
     module, _, attribute = name.partition(":")
@@ -52,11 +65,10 @@ def name_problem(name: str, key: str, code: Code) -> str | None:
             return None
         if not code.modules:
             return f"{name!r} is code of your own, which a config alone does not run. Add --code PATH with the file or folder of {module}"
+        if module in sys.stdlib_module_names:
+            return f"--code has no module {module!r}, because {module} {IS_PYTHONS}"
         return f"--code has no module {module!r}. {nearest(module, code.modules)}"
-    try:
-        defined = code.defined(module)
-    except InputError as error:
-        return "; ".join(error.problems)
+    defined = code.defined(module)
     return None if attribute in defined else f"{code.modules[module]} does not define {attribute!r}. {nearest(attribute, defined)}"
 
 
@@ -73,11 +85,14 @@ def load_object(name: str, key: str, code: Code, where: str) -> Any:
         if loaded is not None and not _is_from(loaded, code.modules[module].resolve()):
             raise InputError([f"{where}: {key}: {module} is the name of a package that is already in use. Rename {code.modules[module]}"])
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except InputError:
         raise
     except Exception as error:
-        raise InputError([f"{where}: {key}: importing {module} failed: {own_line(error)}{type(error).__name__}: {error}"]) from error
+        raise InputError([f"{where}: {key}: importing {module} failed: {described(error)}"]) from error
+    if not callable(found):
+        raise InputError([f"{where}: {key}: {name} is {shown(found)}. Name a class or a function"])
+    return found
 
 
 def call_with(function: Callable[..., Any], given: Mapping[str, Any], offered: Mapping[str, Any], where: Callable[[str], str]) -> Any:
@@ -101,8 +116,9 @@ def call_with(function: Callable[..., Any], given: Mapping[str, Any], offered: M
         for key in given
         if key not in parameters and not takes_all
     ]
+    passed = f", or name it as a value that the run passes: {', '.join(offered)}" if offered else ""
     problems += [
-        f"{where('')}: {title} needs the argument {name!r}. Add it as a key here"
+        f"{where('')}: {title} needs the argument {name!r}. Add it as a key here{passed}"
         for name, p in parameters.items()
         if p.default is p.empty and name not in given and name not in offered
     ]
@@ -114,7 +130,7 @@ def call_with(function: Callable[..., Any], given: Mapping[str, Any], offered: M
     except InputError:
         raise
     except Exception as error:
-        raise InputError([f"{where('')}: {title} failed: {own_line(error)}{type(error).__name__}: {error}"]) from error
+        raise InputError([f"{where('')}: {title} failed: {described(error)}"]) from error
 
 
 def load_callable(key: str, name: str, arguments: Mapping[str, Any], code: Code, where: Callable[[str], str]) -> Callable[..., Any]:
@@ -131,11 +147,35 @@ def load_callable(key: str, name: str, arguments: Mapping[str, Any], code: Code,
     return lambda **offered: call_with(function, arguments, offered, place)
 
 
+def call_problem(function: Callable[..., Any], *arguments: str, **more: Any) -> str | None:
+    """Why a function cannot be called with arguments of these names, in this order, and `more`; None if it can."""
+    signature, name = inspect.signature(function), getattr(function, "__name__", "the function")
+    try:
+        signature.bind(*arguments, **more)
+    except TypeError as error:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        place = "" if code is None else f"{code.co_filename}:{code.co_firstlineno}: "
+        return f"{place}{name}{signature} cannot be called as {name}({', '.join(arguments)}): {error}"
+    return None
+
+
 def own_line(error: BaseException) -> str:
     """The file and line of the user's own code in which an error was raised, for a message; empty if it was raised elsewhere."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename) in _FINDER.paths.values()]
+    named = set(_FINDER.paths.values())
+    own = [frame for frame in frames if Path(frame.filename) in named or not frame.filename.startswith(_OTHERS)]
     return f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+
+
+def described(error: BaseException) -> str:
+    """An error that the user's own code has raised, in one line, after the place where it was raised."""
+    kind, lines = type(error).__name__, str(error).strip().splitlines()
+    text = " ".join(" ".join(lines).split())
+    # After the first line, JAX writes about its own tracing.
+    if type(error).__module__.startswith("jax") and re.search("Conver|Concrete|Concretiz", kind):
+        remedy = "JAX traces the function without values: use jnp.where or jax.lax.cond, and do not convert to Python's or numpy's numbers"
+        text = f"{lines[0].rstrip('.')}. {remedy}"
+    return f"{own_line(error)}{kind}{text and f': {text}'}"
 
 
 def _hashable(value: Any) -> Any:

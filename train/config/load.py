@@ -93,13 +93,14 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
     # `bind` returns None if any section is wrong.
     bound: Config | None = bind(root, Config, problems)
     config = _without_nulls(bound or _readable_sections(root))
+    num_before = len(problems)
     mesh = {"data": -1} if config.mesh is None else MeshSizes.read(config.mesh, problems)
+    has_sizes = len(problems) == num_before
     rules_root, rules = _read_rules(config, root, mesh, folder, problems)
     problems += [root.find("log").problem(logger_problem(name)) for name in missing_loggers(config.log or ())]
     data = root.find("data")
     problems += [data.find(name).problem(message) for name, message in path_problems(config.data)]
-    # An empty mesh is reported already.
-    if mesh and config.mesh is not None:
+    if has_sizes and config.mesh is not None:
         problems += _mesh_problems(config, config.mesh, mesh, num_processes)
     pipeline = None
     if config.pipeline is not None:
@@ -166,8 +167,11 @@ def _stack_problems(run: Run) -> Iterator[str]:
 def _own_problems(run: Run) -> Iterator[str]:
     """Names of the user's own code that cannot be resolved, and sections that need each other."""
     for key in OWN:
-        if (name := run.own(key)) and (problem := name_problem(name, key, run.code)):
-            yield run.root.find(key).problem(problem)
+        problems: list[str] = []
+        with InputError.collect(problems):
+            if (name := run.own(key)) and (problem := name_problem(name, key, run.code)):
+                problems.append(run.root.find(key).problem(problem))
+        yield from problems
     config, loss = run.config, run.config.train.loss
     if loss is not None and run.own("train.loss") is None:
         yield run.root.find("train.loss").problem(f"{document.shown(loss)} is not MODULE:NAME, such as my_models:loss")

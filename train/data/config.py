@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from jgt.document import Bound, InputError, LocalPath, Node, path_problem, shown
 
-from ..code.names import is_name
+from ..code.names import OR_OWN, is_name
 from ..sections import is_installed
 from .files import Finder, standard_library
 
@@ -119,7 +119,7 @@ class DataConfig(_SourceKeys):
     mixture: the parts, each with a weight; for the source mixture.
     """
 
-    source: Literal["stdlib", "text", "tokens", "jsonl", "parquet", "arrow", "mixture"] = "stdlib"
+    source: Annotated[Literal["stdlib", "text", "tokens", "jsonl", "parquet", "arrow", "mixture"], OR_OWN] = "stdlib"
     eval_tokens: Annotated[int, Bound(low=0, high=10**12)] | None = None
     shuffle: bool = True
     documents: Literal["join", "mask"] = "join"

@@ -4,8 +4,9 @@
         images, labels = ...
         return [{"image": image, "label": label} for image, label in zip(images, labels)]
 
-The samples are anything with a length and an index, a Grain MapDataset too. Random access is what keeps a run's promises: sample i of the
-order is the same on every number of processes, and a run resumes from the number of samples alone. A function without the argument `split`
+The samples are anything with a length and an index, a Grain MapDataset too, or a dict of arrays with a row for each sample. Random access
+is what keeps a run's promises: sample i of the order is the same on every number of processes, and a run resumes from the number of samples
+alone. A function without the argument `split`
 returns the training samples, or a pair with the held-out ones.
 
 All samples have the same arrays. Batches stack them, and rules under `inputs:` lay them out by name.
@@ -17,7 +18,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grain
 import jax
@@ -26,28 +27,32 @@ import numpy as np
 from jgt.document import InputError
 
 from ..code.files import Code
-from ..code.names import call_with, load_object
+from ..code.names import call_with, described, load_object
+from ..command_line import EndError
 from .config import OwnData
 
 _MOST_HASHED = 16
+_Answer = TypeVar("_Answer")
+_REMEDY = "Return samples with a length and an index, such as a list of dicts, or a dict of arrays (docs/own.md, Streams)"
+_EQUAL = "All samples have the same arrays"
+
+
+class SampleError(EndError):
+    """The user's own code has failed to give a sample. The message says which one, and where."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnSource:
-    """Opened samples. element: the arrays of one sample. fingerprint: see `train.data.batches.Data`. where: the line of the data's key."""
+    """Opened samples. element: the arrays of one sample. fingerprint: see `train.data.batches.Data`."""
 
     train: grain.MapDataset
     held_out: grain.MapDataset | None
     element: Mapping[str, jax.ShapeDtypeStruct]
     fingerprint: dict[str, str | int]
-    where: str
 
     def stack(self, samples: Sequence[Any]) -> dict[str, np.ndarray]:
-        """The batch of some samples. Raises InputError for a sample with other arrays than the first one."""
-        for sample in samples:
-            if problem := _difference(self.element, sample):
-                raise InputError([f"{self.where}: {problem}"])
-        return {name: np.stack([np.asarray(sample[name]) for sample in samples]).astype(x.dtype) for name, x in self.element.items()}
+        """The batch of some samples."""
+        return {name: np.stack([sample[name] for sample in samples]) for name in self.element}
 
 
 def open_own(config: OwnData, code: Code, where: Callable[[str], str], *, seq: int, vocab: int) -> OwnSource:
@@ -66,48 +71,100 @@ def open_own(config: OwnData, code: Code, where: Callable[[str], str], *, seq: i
         made = call()
         train, held_out = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     here = f"{place('source')}: {config.source}"
-    samples, element = _samples(train, here)
-    held, _ = (None, None) if held_out is None or not len(held_out) else _samples(held_out, f"{here} (eval)")
-    fingerprint: dict[str, str | int] = {"source": config.source, "train_samples": len(samples), "sha256": _hash(samples)}
-    if held is not None:
-        fingerprint |= {"eval_samples": len(held), "eval_sha256": _hash(held)}
-    return OwnSource(train=samples, held_out=held, element=element, fingerprint=fingerprint, where=here)
+    try:
+        samples, held = _Samples(train, here), None if held_out is None else _Samples(held_out, f"{here} (eval)")
+        if not len(samples):
+            raise InputError([f"{here}: has no samples"])
+        samples.element = element = _element(samples[0], here)
+        fingerprint: dict[str, str | int] = {"source": config.source, "train_samples": len(samples), "sha256": _hash(samples)}
+        if held:
+            held.element = element
+            fingerprint |= {"eval_samples": len(held), "eval_sha256": _hash(held)}
+    except SampleError as error:
+        raise InputError([str(error)]) from error
+    train, held_out = grain.MapDataset.source(samples), grain.MapDataset.source(held) if held else None
+    return OwnSource(train=train, held_out=held_out, element=element, fingerprint=fingerprint)
 
 
-def _samples(made: Any, where: str) -> tuple[grain.MapDataset, Mapping[str, jax.ShapeDtypeStruct]]:
-    if isinstance(made, grain.IterDataset):
-        raise InputError([f"{where}: returned an IterDataset, which has no random access. Return the MapDataset before to_iter_dataset"])
-    if not (hasattr(made, "__len__") and hasattr(made, "__getitem__")) or isinstance(made, str | Mapping):
-        raise InputError([f"{where}: returned a value of type {type(made).__name__}. Return samples with a length and an index"])
-    if not len(made):
-        raise InputError([f"{where}: has no samples"])
-    first = made[0]
+class _Samples:
+    """Samples of the user's, as arrays of one type each. element: their arrays, once the first sample has shown them.
+
+    A sample that cannot be had raises SampleError, and one with other arrays InputError.
+    """
+
+    element: Mapping[str, jax.ShapeDtypeStruct] | None = None
+
+    def __init__(self, made: Any, where: str):
+        if isinstance(made, grain.IterDataset):
+            why = "returned an IterDataset, which has no random access. Return the MapDataset before to_iter_dataset"
+            raise InputError([f"{where}: {why}"])
+        if isinstance(made, str) or not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
+            raise InputError([f"{where}: returned {_named(made)}. {_REMEDY}"])
+        self._made, self._where = _Columns(made) if isinstance(made, Mapping) else made, where
+        self._length = self._asked("len()", lambda: len(self._made))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        what = f"sample {index}"
+        sample = self._asked(what, lambda: self._made[index])
+        if self.element is None:
+            return sample
+        if not isinstance(sample, Mapping) or set(sample) != set(self.element):
+            names = sorted(sample) if isinstance(sample, Mapping) else _named(sample)
+            raise InputError([f"{self._where}: {what} has {names}, and the first one has {sorted(self.element)}. {_EQUAL}"])
+        return {name: self._array(f"{what}: {name}", sample[name], x) for name, x in self.element.items()}
+
+    def _array(self, what: str, value: Any, wanted: jax.ShapeDtypeStruct) -> np.ndarray:
+        array = self._asked(what, lambda: np.asarray(value))
+        if array.shape != wanted.shape or not np.can_cast(array.dtype, wanted.dtype, "same_kind"):
+            shown, first = f"{array.dtype}{list(array.shape)}", f"{wanted.dtype}{list(wanted.shape)}"
+            raise InputError([f"{self._where}: {what} is {shown}, and {first} in the first one. {_EQUAL}"])
+        return array.astype(wanted.dtype)
+
+    def _asked(self, what: str, ask: Callable[[], _Answer]) -> _Answer:
+        try:
+            return ask()
+        except Exception as error:
+            raise SampleError(f"{self._where}: {what} failed: {described(error)}") from error
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Samples as arrays whose first dim is the sample."""
+
+    arrays: Mapping[str, Any]
+
+    def __len__(self) -> int:
+        counts = {name: len(x) for name, x in self.arrays.items()}
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"the arrays have different numbers of samples: {counts}")
+        return min(counts.values(), default=0)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: x[index] for name, x in self.arrays.items()}
+
+
+def _element(first: Any, where: str) -> Mapping[str, jax.ShapeDtypeStruct]:
+    """The arrays of the first sample. Raises InputError."""
     if not isinstance(first, Mapping) or not first or not all(isinstance(name, str) for name in first):
-        raise InputError([f"{where}: sample 0 is of type {type(first).__name__}. A sample is a dict of arrays by name"])
+        raise InputError([f"{where}: sample 0 is {_named(first)}. A sample is a dict of arrays by name, such as {{'x': x, 'y': y}}"])
     arrays = {name: np.asarray(x) for name, x in first.items()}
-    problems = [f"{where}: sample 0: {name} is not an array of numbers" for name, x in arrays.items() if x.dtype.kind not in "biufV"]
-    if problems:
-        raise InputError(problems)
+    if others := [name for name, x in arrays.items() if x.dtype.kind not in "biufV"]:
+        raise InputError([f"{where}: sample 0: {name} is {_named(first[name])}, not an array of numbers" for name in others])
     # Devices have 32 bits unless JAX is configured otherwise.
-    element = {name: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for name, x in arrays.items()}
-    return made if isinstance(made, grain.MapDataset) else grain.MapDataset.source(made), element
+    return {name: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for name, x in arrays.items()}
 
 
-def _difference(element: Mapping[str, jax.ShapeDtypeStruct], sample: Any) -> str | None:
-    if not isinstance(sample, Mapping) or set(sample) != set(element):
-        names = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
-        return f"a sample has {names}, and the first one {sorted(element)}"
-    for name, x in element.items():
-        if (shape := np.shape(sample[name])) != x.shape:
-            return f"{name} has the shape {list(shape)} in a sample, and {list(x.shape)} in the first one"
-    return None
+def _named(value: Any) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
-def _hash(samples: grain.MapDataset) -> str:
+def _hash(samples: _Samples) -> str:
     """A checksum of some samples, evenly spread."""
     digest, count = hashlib.sha256(), len(samples)
     for index in sorted({i * (count - 1) // (_MOST_HASHED - 1) for i in range(_MOST_HASHED)}):
-        sample: Mapping[str, Any] = samples[index] or {}
-        for name, x in sorted(sample.items()):
+        for name, x in sorted(samples[index].items()):
             digest.update(f"{name}{np.shape(x)}".encode() + np.ascontiguousarray(x).tobytes())
     return digest.hexdigest()

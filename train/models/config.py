@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from jgt.document import Bound, Node
 
-from ..code.names import is_name
+from ..code.names import OR_OWN, is_name
 from ..sections import Positive
 from .experts.config import ExpertsConfig
 
@@ -96,7 +96,7 @@ class ModelConfig:
     experts in the place of the MLP; null: the MLP.
     """
 
-    kind: KindName = "llama"
+    kind: Annotated[KindName, OR_OWN] = "llama"
     layers: Annotated[int, Bound(low=1, high=10_000)] = 4
     embed: Width = 128
     heads: Heads = 4

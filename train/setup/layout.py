@@ -100,7 +100,18 @@ def _mesh(run: Run, num_devices: int | None, devices: Sequence[Any] | None) -> M
         return jgt.abstract_mesh(run.mesh, num_devices=1 if run.is_alone else num_devices, axis_names=order, where=where)
     if run.is_alone:
         devices = (devices or jax.devices())[:1]
-    return jgt.make_mesh(run.mesh, devices=devices, axis_names=order, where=where)
+    try:
+        return jgt.make_mesh(run.mesh, devices=devices, axis_names=order, where=where)
+    except InputError as error:
+        raise InputError([f"{problem}{_without_gpus(run)}" for problem in error.problems]) from None
+
+
+def _without_gpus(run: Run) -> str:
+    """A remedy for a mesh that does not fit because JAX has found no GPU; empty where there are some, or virtual devices."""
+    if jax.devices()[0].platform != "cpu" or run.config.devices.virtual_cpu is not None:
+        return ""
+    trial = f"devices.virtual_cpu={abs(math.prod(run.mesh.values()))}"
+    return f". JAX has found no GPU: install it with pip install 'jgt[gpu]', or set {trial} for a trial on CPUs"
 
 
 def _axis_names(run: Run) -> list[str]:

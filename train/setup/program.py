@@ -32,7 +32,7 @@ from ..models.model import Model, Terms, of_flax, takes_segments
 from ..sections import TrainConfig
 from ..step.config import OptimizerConfig, OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
-from ..step.objective import Loss, ShardedLoss, own_objective, token_objective
+from ..step.objective import Loss, ShardedLoss, check_results, checked_loss, mode_of, own_objective, reported, token_objective
 from .layout import MeshLayout
 from .remat import AUTO, Remat, remat_settings, with_remat_of
 
@@ -74,11 +74,11 @@ def program_of(config: Config, layout: MeshLayout, code: Code, where: Where, *, 
     # whole batch, and runs the parts itself.
     pipeline = None if layout.pipeline is None else Pipeline.of(layout.pipeline.in_parts(train.accumulate))
     rows = rows_of(element, train.batch // (train.accumulate if pipeline is None else 1))
-    own_loss = None if own is None else load_object(own, "train.loss", code, where("train.loss"))
+    own_loss = None if own is None else checked_loss(load_object(own, "train.loss", code, where("train.loss")), where("train.loss"))
     attention, grouped = None, ""
     if isinstance(config.model, OwnModel):
         own_model = _with_keys_to_take(config.model, config.data, code, where)
-        model = _own_model(own_model, code, where, partial(_call_on_zeros, rows, own_loss))
+        model = _own_model(own_model, code, where, rows, own_loss)
     else:
         attention = _attention(config.model, layout, where)
         model = build(config.model, attention.kernel)
@@ -94,6 +94,10 @@ def program_of(config: Config, layout: MeshLayout, code: Code, where: Where, *, 
     loss, evaluated = _losses(config, layout, pipeline, model, own_loss, chunks, recompute, where)
     # Under jit, what is traced here is not traced again where the state is made.
     init = jax.jit(model.init)
+    # Even the key is only a shape: nothing is computed where the devices may be absent.
+    shapes = (*jax.eval_shape(init, jax.eval_shape(jax.random.key, 0)), rows)
+    if own_loss is not None:
+        check_results(own_objective(model, own_loss, where("train.loss"), is_training=True), shapes, where("train.loss"))
     return ModelProgram(
         element=element,
         model=model,
@@ -105,8 +109,7 @@ def program_of(config: Config, layout: MeshLayout, code: Code, where: Where, *, 
         evaluated=evaluated,
         is_token_loss=own is None,
         init=init,
-        # Even the key is only a shape: nothing is computed where the devices may be absent.
-        shapes=(*jax.eval_shape(init, jax.eval_shape(jax.random.key, 0)), rows),
+        shapes=shapes,
     )
 
 
@@ -142,20 +145,24 @@ def _with_keys_to_take(model: OwnModel, data: DataConfig | OwnData, code: Code, 
     return replace(model, arguments={**model.arguments, **asked})
 
 
-def _own_model(config: OwnModel, code: Code, where: Where, call: Callable[[Any], Any]) -> Model:
-    """A model of the user's own. call: see `of_flax`. Raises InputError."""
-    own = load_callable("model.kind", config.kind, config.arguments, code, where)
+def _own_model(config: OwnModel, code: Code, where: Where, rows: Element, loss: Callable[..., Any] | None) -> Model:
+    """A model of the user's own. rows, loss: a linen module is called with them to find its parameters. Raises InputError."""
+    own, key = load_callable("model.kind", config.kind, config.arguments, code, where), "model.kind" if loss is None else "train.loss"
     try:
-        return of_flax(lambda rngs: own(vocab=config.vocab, seq=config.seq, dtype=compute_type(config), rngs=rngs), call)
+        with reported(f"{where(key)}: {key}", rows):
+            return of_flax(
+                lambda rngs: own(vocab=config.vocab, seq=config.seq, dtype=compute_type(config), rngs=rngs),
+                partial(_call_on_zeros, rows, loss),
+            )
     except TypeError as error:
         raise InputError([f"{where('model.kind')}: model.kind: {config.kind}: {error}"]) from error
 
 
 def _call_on_zeros(batch: Element, loss: Callable[..., Any] | None, module: Any) -> Any:
-    """The loss of a batch of zeros, or the model's result without a loss of the user's own."""
+    """The loss of a batch of zeros in training, or the model's result without a loss of the user's own."""
     zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in batch.items()}
     if loss is not None:
-        return loss(module, zeros)
+        return loss(module, zeros, **mode_of(loss, True))
     return module(zeros["inputs"], **(segments_of(zeros) if takes_segments(module) else {}))
 
 
@@ -236,7 +243,7 @@ def _losses(
         )
 
     loss = sharded(True)
-    reads_train = own is not None and "train" in inspect.signature(own).parameters
+    reads_train = own is not None and mode_of(own, True)
     is_same = pipeline == whole and not model.is_trained_differently and not reads_train
     return loss, loss if is_same else sharded(False)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from jgt.document import Node
 
-from ..code.names import is_name
+from ..code.names import OR_OWN, is_name
 from ..sections import Fraction, Natural, NotNegative, Positive
 
 MAX_BF16_DECAY = 0.99
@@ -56,6 +56,11 @@ class OwnOptimizer(_RateKeys):
     moments: ClassVar[str] = "f32"
     offload: ClassVar[str] = "none"
 
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """The argument that `lr` and its schedule are passed as."""
+        if "learning_rate" in self.arguments:
+            yield "learning_rate", "the run passes it, from lr, schedule and warmup. Rename the key to lr"
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(_RateKeys):
@@ -68,7 +73,7 @@ class OptimizerConfig(_RateKeys):
     offload: host stores moments in the host's memory between updates, none on the device.
     """
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Annotated[Literal["adamw", "muon"], OR_OWN] = "adamw"
     b1: Fraction = 0.9
     b2: Fraction = 0.95
     eps: Positive = 1e-8

@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 
 from jgt import Pipeline, Sharded
 from jgt.document import InputError
 
-from ..code.names import own_line
+from ..code.names import call_problem, described, own_line
 from ..models.model import Model, Settle, Terms
 
 Arrays = dict[str, jax.Array]
@@ -81,7 +82,7 @@ def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], wher
             value = loss(module, batch)
             return value, model.terms(module) if is_training else {}
 
-        with _reported(where):
+        with reported(where):
             (value, terms), variables = model.run(use, params, variables, is_training)
         if not terms:
             return value, Part(None, {}, variables)
@@ -98,17 +99,17 @@ def own_objective(model: Model, loss: Callable[..., Any], where: str, *, is_trai
 
     A loss that has the argument `train` learns by it whether the model is being trained. While it is, the model's terms are added.
     """
-    mode = {"train": is_training} if "train" in inspect.signature(loss).parameters else {}
+    mode = mode_of(loss, is_training)
 
     def total(params: Any, variables: Any, batch: Arrays) -> tuple[jax.Array, Part]:
         def use(module: Any) -> tuple[Any, Terms]:
             result = loss(module, batch, **mode)
             return result, model.terms(module) if is_training else {}
 
-        with _reported(f"{where}: train.loss"):
+        with reported(f"{where}: train.loss", batch):
             (result, terms), variables = model.run(use, params, variables, is_training)
         value, metrics = result if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping) else (result, {})
-        total, weight = _value_and_weight(value, f"{where}: train.loss")
+        total, weight = _value_and_weight(value, f"{where}: train.loss", jnp.floating)
         if taken := [name for name in metrics if name in RESERVED]:
             raise InputError(
                 [f"{where}: train.loss: a metric cannot be called {taken[0]!r}. Other names are free, except {', '.join(RESERVED)}"]
@@ -122,17 +123,50 @@ def own_objective(model: Model, loss: Callable[..., Any], where: str, *, is_trai
     return total
 
 
+def mode_of(loss: Callable[..., Any], is_training: bool) -> dict[str, bool]:
+    """The argument `train` for a loss of the user's own; empty if it does not have it."""
+    return {"train": is_training} if "train" in inspect.signature(loss).parameters else {}
+
+
+def checked_loss(loss: Callable[..., Any], where: str) -> Callable[..., Any]:
+    """A loss of the user's own. where: the place of its key. Raises InputError if it has not the arguments of a loss."""
+    if problem := call_problem(loss, "model", "batch", **mode_of(loss, True)):
+        raise InputError([f"{where}: train.loss: {problem}. Write loss(model, batch), or loss(model, batch, train)"])
+    return loss
+
+
+def check_results(loss: Loss, shapes: tuple[Any, ...], where: str) -> None:
+    """Raises InputError for a loss of the user's own that does not depend on the model, or whose weight does. where: the place of its key.
+
+    Whoever returns a loss and an accuracy means a metric, and would train with their quotient.
+    """
+    program, (_, part) = jax.make_jaxpr(loss, return_shape=True)(*shapes)
+    num_params, num_results = len(jax.tree.leaves(shapes[0])), len(program.out_avals)
+
+    def uses_params(result: int) -> bool:
+        return any(partial_eval.dce_jaxpr(program.jaxpr, [n == result for n in range(num_results)])[1][:num_params])
+
+    if not uses_params(0):
+        raise InputError([f"{where}: train.loss: does not depend on the model's parameters, so there is nothing to train"])
+    if part.weight is not None and uses_params(1):
+        why = "returned two numbers, which are a sum and its weight, but the second one depends on the model's parameters"
+        remedy = "For a metric return (loss, {'accuracy': value}), and for a mean with such weights sum / weight"
+        raise InputError([f"{where}: train.loss: {why}. {remedy}"])
+
+
 @contextlib.contextmanager
-def _reported(where: str) -> Iterator[None]:
-    """Inside, an error that the user's own code raises becomes an InputError with its line."""
+def reported(where: str, names: Collection[str] = ()) -> Iterator[None]:
+    """Inside, an error that the user's own code raises becomes an InputError with its line. names: of the arrays of a batch."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:
-        if not (line := own_line(error)):
+        if not own_line(error):
             raise
-        raise InputError([f"{where} failed: {line}{type(error).__name__}: {error}"]) from error
+        is_name = isinstance(error, KeyError) and names and error.args[0] not in names
+        more = f". The arrays of a batch are {', '.join(names)}" if is_name else ""
+        raise InputError([f"{where} failed: {described(error)}{more}"]) from error
 
 
 def problem_of_parts(loss: ShardedLoss, shapes: tuple[Any, ...]) -> str:
@@ -158,12 +192,14 @@ def with_weight(value: Any, weight: Any, rows: int) -> tuple[Any, Any]:
     return (value * rows, jnp.float32(rows)) if weight is None else (value, weight)
 
 
-def _value_and_weight(value: Any, where: str) -> tuple[jax.Array, jax.Array | None]:
+def _value_and_weight(value: Any, where: str, kind: Any = jnp.number) -> tuple[jax.Array, jax.Array | None]:
     is_pair = isinstance(value, tuple | list) and len(value) == 2
     numbers = [jnp.asarray(x) for x in (value if is_pair else [value]) if hasattr(x, "dtype") or isinstance(x, int | float)]
     if len(numbers) != 1 + is_pair or any(x.shape or not jnp.issubdtype(x.dtype, jnp.number) for x in numbers):
         shown = ", ".join(f"{x.dtype}{list(x.shape)}" for x in numbers) or type(value).__name__
         raise InputError([f"{where}: returned {shown}. Return a scalar, the mean over the batch, or a pair of scalars (sum, weight)"])
     value, weight = numbers if is_pair else (*numbers, None)
+    if not jnp.issubdtype(value.dtype, kind):
+        raise InputError([f"{where}: returned {value.dtype}[], and whole numbers have no gradient. Return a float"])
     # The weight says how much a part counts, and is not to be learned.
     return value.astype(jnp.float32), None if weight is None else jax.lax.stop_gradient(weight.astype(jnp.float32))

@@ -3,6 +3,7 @@
 import os
 import sys
 
+import jax
 import pytest
 
 from jgt.document import InputError
@@ -87,10 +88,11 @@ def test_modules_of_the_code_import_each_other(code, tmp_path):
 def test_what_a_signature_does_not_take_and_lacks_is_reported(code):
     target = load_object("my_models:Mamba", "model.kind", code, "x")
     with pytest.raises(InputError) as caught:
-        call_with(target, {"widht": 3}, {}, lambda key: f"run.yaml:3: model.{key or 'kind'}")
+        call_with(target, {"widht": 3}, {"seq": 9}, lambda key: f"run.yaml:3: model.{key or 'kind'}")
+    remedy = "Add it as a key here, or name it as a value that the run passes: seq"
     assert set(caught.value.problems) == {
-        "run.yaml:3: model.kind: Mamba needs the argument 'vocab'. Add it as a key here",
-        "run.yaml:3: model.kind: Mamba needs the argument 'width'. Add it as a key here",
+        f"run.yaml:3: model.kind: Mamba needs the argument 'vocab'. {remedy}",
+        f"run.yaml:3: model.kind: Mamba needs the argument 'width'. {remedy}",
         "run.yaml:3: model.widht: Mamba has no argument 'widht'. Did you mean 'width'? It takes: width, depth, vocab",
     }
 
@@ -109,16 +111,63 @@ def test_an_error_in_the_code_is_one_line_with_its_place(code, tmp_path):
         (["text.txt"], "is not a Python file or a folder"),
         (["empty"], "has no Python files"),
         (["a/same.py", "b/same.py"], "are both the module same. Rename one of them"),
+        (["random.py"], "random is the name of a module of Python's own. Give the file another name"),
     ],
 )
 def test_paths_that_are_no_code(tmp_path, paths, expected):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").touch()
+    (tmp_path / "random.py").touch()
     for folder in "ab":
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "same.py").write_text(f"NAME = '{folder}'\n")
     with pytest.raises(InputError, match=expected):
         read_code([tmp_path / path for path in paths])
+
+
+def test_a_file_that_is_not_python_is_reported_once(code, tmp_path):
+    (tmp_path / "my_models.py").write_text("def f(:\n")
+    config = {"model": {"kind": "my_models:Mamba"}, "train": {"loss": "my_models:loss"}, "optimizer": {"name": "my_models:sgd"}}
+    with pytest.raises(InputError) as caught:
+        load(config, code=code)
+    assert caught.value.problems == (f"{tmp_path / 'my_models.py'}:1: is not Python: invalid syntax",)
+
+
+def test_a_value_is_no_function(code, tmp_path):
+    (tmp_path / "my_models.py").write_text("RATE = 3\n")
+    with pytest.raises(InputError, match=r"x: train\.loss: my_models:RATE is 3\. Name a class or a function"):
+        load_object("my_models:RATE", "train.loss", read_code([tmp_path]), "x")
+
+
+LINEN = """
+import jax.numpy as jnp
+from flax import linen as nn
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dense(1)(nn.Dropout(0.5, deterministic=not train)(x))
+
+def data():
+    return [{"x": jnp.full(8, n / 8), "y": jnp.float32(n)} for n in range(8)]
+
+def loss(model, batch, train):
+    return jnp.mean((model(batch["x"], train)[:, 0] - batch["y"]) ** 2)
+
+def loss_with_default(model, batch, train=False):
+    return loss(model, batch, train)
+"""
+
+
+@pytest.mark.parametrize("loss", ["loss", "loss_with_default"])
+def test_a_loss_of_a_linen_model_learns_whether_it_is_trained(tmp_path, loss):
+    (tmp_path / "linen_model.py").write_text(LINEN)
+    names = {"model": {"kind": "linen_model:Net"}, "data": {"source": "linen_model:data"}}
+    setup = prepare(load({**names, "train": {"loss": f"linen_model:{loss}", "batch": 8}}, code=read_code([tmp_path])), num_devices=1)
+    assert setup.shapes.variables.keys() == {"rngs"}
+    program = setup.program
+    draws = ["random_bits" in str(jax.make_jaxpr(one)(*program.shapes)) for one in (program.loss, program.evaluated)]
+    assert draws == [True, False]
 
 
 def test_a_copy_has_the_checksum_of_the_code_and_a_change_another(code, tmp_path):

@@ -10,7 +10,7 @@ from flax import linen, nnx
 from jgt.document import InputError
 from train.models.model import of_flax
 from train.step.gradients import GradientSum
-from train.step.objective import Objective, own_objective
+from train.step.objective import Objective, check_results, checked_loss, own_objective
 from train.step.state import State
 from train.step.step import make_eval_step, make_train_step
 
@@ -73,7 +73,9 @@ def test_a_loss_is_the_whole_batchs_in_parts_too(loss, weights, accumulate):
     np.testing.assert_allclose(sums["loss"][0] / sums["loss"][1], value, rtol=1e-5)
 
 
-@pytest.mark.parametrize("result", [jnp.ones(3), jnp.int32(2) > 1, "text", (1.0, 2.0, 3.0), (1.0, {"m": jnp.ones(2)})])
+@pytest.mark.parametrize(
+    "result", [jnp.ones(3), jnp.int32(2), jnp.int32(2) > 1, "text", (1.0, 2.0, 3.0), (3, 1.0), (1.0, {"m": jnp.ones(2)})]
+)
 def test_another_result_is_refused(result):
     with pytest.raises(InputError, match=r"run.yaml:1: train.loss.*(returned|Return a scalar)"):
         stepped(Linear, lambda model, batch: result)
@@ -84,9 +86,68 @@ def test_a_metric_cannot_replace_what_the_step_itself_reports():
         stepped(Linear, lambda model, batch: (errors(model, batch).mean(), {"applied": 1.0}))
 
 
-def test_an_error_of_another_kind_keeps_its_traceback():
-    with pytest.raises(KeyError):
+def test_an_array_that_the_batch_does_not_have():
+    with pytest.raises(InputError, match=r"failed: .*test_objective\.py:\d+: KeyError: 'z'\. The arrays of a batch are weight, x, y"):
         stepped(Linear, lambda model, batch: batch["z"])
+
+
+@pytest.mark.parametrize(
+    "use", [float, bool, np.asarray, lambda x: x.item(), lambda x: [1, 2][x.astype(int)], lambda x: jnp.ones(3)[x > jnp.zeros(3)]]
+)
+def test_a_value_that_is_converted_while_it_is_traced_is_one_line_with_a_remedy(use):
+    with pytest.raises(InputError) as caught:
+        stepped(Linear, lambda model, batch: use(errors(model, batch).mean()))
+    (line,) = caught.value.problems
+    assert "JAX traces the function without values: use jnp.where" in line and "\\n" not in line and len(line) < 400
+
+
+def with_shapes(loss):
+    model = of_flax(Linear, lambda module: loss(module, BATCH))
+    shapes = (*jax.eval_shape(model.init, jax.random.key(0)), BATCH)
+    check_results(own_objective(model, loss, "run.yaml:1", is_training=True), shapes, "run.yaml:1")
+
+
+@pytest.mark.parametrize("loss", [lambda m, b: 3.0, lambda m, b: b["x"].mean(), lambda m, b: (b["x"].mean(), errors(m, b).sum())])
+def test_a_loss_that_does_not_depend_on_the_model_is_refused(loss):
+    with pytest.raises(InputError, match=r"run.yaml:1: train.loss: does not depend on the model's parameters"):
+        with_shapes(loss)
+
+
+def test_a_second_number_that_depends_on_the_model_is_no_weight():
+    def accuracy(model, batch):
+        return (errors(model, batch) < 1).mean()
+
+    with pytest.raises(InputError, match=r"the second one depends on the model's parameters. For a metric return \(loss, {'accuracy'"):
+        with_shapes(lambda m, b: (errors(m, b).mean(), accuracy(m, b)))
+    with_shapes(lambda m, b: (errors(m, b).mean(), {"accuracy": accuracy(m, b)}))
+
+    def summed(model, batch):
+        # Sum and weight come out of one loop, as in a loss in chunks.
+        def add(sums, x):
+            return (sums[0] + model(x).sum(), sums[1] + (x > 0).sum()), None
+
+        return jax.lax.scan(add, (0.0, 0), batch["x"][:, None])[0]
+
+    with_shapes(summed)
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (lambda model: 0, r"<lambda>\(model\) cannot be called as <lambda>\(model, batch\): too many positional arguments"),
+        (lambda params, model, batch: 0, "missing a required argument: 'batch'"),
+        (lambda *, model, batch: 0, "too many positional arguments"),
+        (lambda train, model, batch: 0, "multiple values for argument 'train'"),
+    ],
+)
+def test_a_loss_with_other_arguments_is_refused_with_its_line(loss, expected):
+    with pytest.raises(InputError, match=rf"^run.yaml:1: train.loss: .*objective.py:\d+: .*{expected}. Write loss\(model, batch\), or"):
+        checked_loss(loss, "run.yaml:1")
+
+
+@pytest.mark.parametrize("loss", [lambda m, b: 0, lambda m, b, train: 0, lambda *both: 0, lambda m, b, scale=1.0: 0])
+def test_arguments_of_a_loss(loss):
+    assert checked_loss(loss, "run.yaml:1") is loss
 
 
 class Normed(nnx.Module):
