@@ -1,4 +1,4 @@
-"""Prepares a run: `program_of` traces its model and loss, `place` finds the place of every array, and `FirstState` makes its state.
+"""Prepares a run: `program_of` traces its model and loss, `jgt.storage_of` places every array, and `FirstState` makes its state.
 
 Training, `--dry-run`, `--replay`, `jgt check` and `jgt plan` have to speak of one program, or a check could pass where training fails. So
 all of them call `prepare`, which makes the whole program from shapes. Nothing in it needs devices: on an abstract mesh, a laptop checks a
@@ -10,7 +10,7 @@ The invariant: whatever is wrong with rules, mesh and shapes is raised by `prepa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -59,14 +59,16 @@ def prepare(
     program = program_of(config, layout, code, where, element=element, remat=remat or config.train.remat)
     sizes = layout.mesh.shape
     problems = (*batch_problems(run, sizes), *replica_problems(run, sizes))
-    placed = place(program, config.train, config.optimizer, layout, where, problems=problems)
-    make_optimizer = _optimizer(config.optimizer, program, placed, compute_type(config.model), code, where)
+    storage = jgt.storage_of(program.loss, *program.shapes, keeps_shapes=not may_reshape(config.optimizer), problems=problems)
+    objective = _objective(program, storage, config.train, layout, where)
+    gradients = _gradient_sum(config.train.accumulate, layout, storage, is_wide=config.optimizer.gradients == "f32")
+    make_optimizer = _optimizer(config.optimizer, program, storage, compute_type(config.model), code, where)
     features = StepFeatures(spikes=config.train.skip_spikes, ema=config.train.ema)
     phases = _phases(layout, program, where)
     first = FirstState(
         init=program.init,
-        storage=placed.storage,
-        gradients=placed.gradients,
+        storage=storage,
+        gradients=gradients,
         make_optimizer=make_optimizer,
         features=features,
         phases=phases,
@@ -75,9 +77,9 @@ def prepare(
         run=run,
         mesh=layout.mesh,
         program=program,
-        objective=placed.objective,
-        storage=placed.storage,
-        gradients=placed.gradients,
+        objective=objective,
+        storage=storage,
+        gradients=gradients,
         offload=config.optimizer.offload == "host",
         make_optimizer=make_optimizer,
         features=features,
@@ -87,43 +89,20 @@ def prepare(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Placed:
-    """A program on its mesh. objective: the loss of stored parameters. storage: the places of parameters, and how the state has them."""
-
-    objective: Objective
-    storage: Storage
-    gradients: GradientSum
-
-
-def place(
-    program: ModelProgram,
-    train: TrainConfig,
-    optimizer: OptimizerConfig | OwnOptimizer,
-    layout: MeshLayout,
-    where: Where,
-    *,
-    problems: Sequence[str],
-) -> Placed:
-    """Places a program. problems: messages to report beside those about parameters. Raises InputError with every misfit."""
-    storage = jgt.storage_of(program.loss, *program.shapes, keeps_shapes=not may_reshape(optimizer), problems=problems)
+def _objective(program: ModelProgram, storage: Storage, train: TrainConfig, layout: MeshLayout, where: Where) -> Objective:
+    """The loss of stored parameters. Raises InputError."""
     _check_remat(train.remat, storage.model.tensors, where)
     rows_meet = False
     if layout.pipeline is None and not program.is_token_loss:
         _check_parts(program, train.accumulate, where)
         rows_meet = bool(problem_of_parts(program.evaluated, program.shapes))
-    objective = Objective(
+    return Objective(
         loss=program.loss.on_used(storage),
         evaluated=program.evaluated.on_used(storage),
         is_token_loss=program.is_token_loss,
         used=storage.used,
         settle=program.model.settle,
         is_of_whole_batches=rows_meet,
-    )
-    return Placed(
-        objective=objective,
-        storage=storage,
-        gradients=_gradient_sum(train.accumulate, layout, storage, is_wide=optimizer.gradients == "f32"),
     )
 
 
@@ -180,17 +159,17 @@ def _gradient_sum(accumulate: int, layout: MeshLayout, storage: Storage, *, is_w
 
 
 def _optimizer(
-    config: OptimizerConfig | OwnOptimizer, program: ModelProgram, placed: Placed, dtype: Any, code: Code, where: Where
+    config: OptimizerConfig | OwnOptimizer, program: ModelProgram, storage: Storage, dtype: Any, code: Code, where: Where
 ) -> MakeOptimizer:
     """The optimizer of a run. dtype: of Muon's matmuls. Raises InputError."""
     if isinstance(config, OwnOptimizer):
         return own_optimizer(config, code, where)
     return build_optimizer(
         config,
-        roles_of(program.model, placed.storage),
+        roles_of(program.model, storage),
         dtype=dtype,
-        map_matrices=placed.storage.placement.map_matrices,
-        sizes={p.path: p.shape[-2:] for p in placed.storage.model.parameters},
+        map_matrices=storage.placement.map_matrices,
+        sizes={p.path: p.shape[-2:] for p in storage.model.parameters},
     )
 
 
