@@ -124,6 +124,17 @@ def test_the_backward_pass_is_marked_as_such():
     assert any("transpose(" in line and "sig.attn" in line for line in text.splitlines())
 
 
+def test_plans_know_the_trips_of_a_loop_and_a_backward_pass_that_a_model_writes_out():
+    def fn(x, count):
+        with jgt.signal.trips(3), jgt.signal.backward(), context("head"):
+            return jax.lax.fori_loop(0, count, lambda _, x: x @ x, x)
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    plan = jgt.plan(fn, x, jax.ShapeDtypeStruct((), jnp.int32))
+    assert {row.signal: row.flops for row in plan.signals if row.flops} == {"head": 3 * 2 * 64**3}
+    assert "jgt.backward" in op_names(fn, jnp.ones((2, 2)), 1)
+
+
 def test_threads_do_not_mix():
     barrier = threading.Barrier(2)
     found = {}
