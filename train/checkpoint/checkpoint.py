@@ -73,7 +73,8 @@ class Checkpoints:
         self._free, self._is_ours = free, is_ours
         self._is_first = jax.process_index() == 0
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._last: futures.Future[None] | None = None
+        # Starts the thread: later, the system may allow no further one.
+        self._last: futures.Future[None] | None = self._thread.submit(lambda: None)
         self._writer = _make_writer()
         if self._is_first:
             try:

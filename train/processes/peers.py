@@ -165,8 +165,10 @@ class Peers:
         self._has_failed = True
         # In a thread, because the coordinator may be what failed, and then the call never returns.
         reporter = threading.Thread(target=self._try_set, args=(f"failed/{self._process}", why), daemon=True)
-        reporter.start()
-        reporter.join(timeout=2)
+        # Without a further thread, the others find this process silent.
+        with contextlib.suppress(RuntimeError):
+            reporter.start()
+            reporter.join(timeout=2)
 
     def describe_others(self) -> str:
         """The last words of each other process about its work. Only the first process knows them; empty on all others."""

@@ -197,8 +197,9 @@ def limit_exit(code: int) -> None:
 
     A regular exit first waits for all threads. Those that a library has started for a save may wait ten minutes after it has failed.
     """
-    # A daemon, because the exit would wait for this thread too.
-    threading.Thread(target=_end_late, args=(code,), name="exit", daemon=True).start()
+    # A daemon, because the exit would wait for this thread too. The system may allow no further one.
+    with contextlib.suppress(RuntimeError):
+        threading.Thread(target=_end_late, args=(code,), name="exit", daemon=True).start()
 
 
 def _end_late(code: int) -> None:

@@ -252,7 +252,9 @@ class Watch:
         # The lines below write to stderr and to a disk, and either may block.
         last_moment = threading.Timer(_LAST_WORD_SECONDS + _GOODBYE_SECONDS, os._exit, (code,))
         last_moment.daemon = True
-        last_moment.start()
+        # The system may allow no further thread. Then a stream or a disk that blocks delays the end.
+        with contextlib.suppress(RuntimeError):
+            last_moment.start()
         remedy = "; the same command resumes from the newest checkpoint"
         # A process that ends at its start may not have a run directory yet.
         where = self._stacks if self._stacks.parent.is_dir() else "below"

@@ -1,6 +1,7 @@
 """Checkpoints of a small state are restored bit for bit on any layout, and the newest ones are kept."""
 
 import shutil
+import threading
 from dataclasses import replace
 
 import jax
@@ -53,6 +54,26 @@ def test_the_newest_is_the_last_finished_and_old_ones_go(checkpoints, tmp_path):
     checkpoints.wait()
     assert newest_of(checkpoints)[0].manifest.step == 10
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "2"]
+
+
+def refused(thread):
+    raise RuntimeError("can't start new thread")
+
+
+# Orbax leaves a coroutine and an event loop behind.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::RuntimeWarning")
+def test_a_save_without_a_further_thread_fails_and_the_next_one_works(checkpoints, monkeypatch):
+    checkpoints.save(state_on(PartitionSpec()), 1, samples=1)
+    checkpoints.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        for step in (2, 3):
+            with pytest.raises(SaveError, match="can't start new thread"):
+                checkpoints.save(state_on(PartitionSpec()), step, samples=step)
+                checkpoints.wait()
+    checkpoints.save(state_on(PartitionSpec()), 4, samples=4)
+    checkpoints.wait()
+    assert newest_of(checkpoints)[0].manifest.step == 4
 
 
 def test_the_manifest_says_what_there_is(tmp_path):

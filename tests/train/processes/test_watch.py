@@ -39,7 +39,6 @@ class Turns:
 
     def socketpair(self):
         self._wake, waker = socket.socketpair()
-        self._wake.settimeout(0.01)
         return self, waker
 
     def settimeout(self, seconds):
@@ -49,7 +48,10 @@ class Turns:
         if not self.released:
             self._over.put(None)
             self._orders.get(timeout=10)
-        return self._wake.recv(size)
+        self._wake.settimeout(0.01 if self.released else 0)
+        with contextlib.suppress(BlockingIOError):
+            return self._wake.recv(size)
+        raise TimeoutError
 
     def close(self):
         self._wake.close()
@@ -163,6 +165,14 @@ def test_a_signal_arrives_with_more_descriptors_than_select_can_read(tmp_path):
         while watch.stop_signal is None and time.monotonic() < deadline:
             time.sleep(0.01)
         assert watch.stop_signal == "SIGTERM"
+
+
+def test_a_process_ends_without_a_further_thread(watched, monkeypatch):
+    with watched(step_seconds=60) as scene:
+        scene.steps(1, 5, 1)
+        monkeypatch.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
+        scene.wait(61)
+        assert scene.codes == [Exit.HUNG]
 
 
 def test_a_step_may_take_ten_times_as_long_as_the_slowest_one(watched):

@@ -30,6 +30,17 @@ def half(monkeypatch):
     return errors
 
 
+def test_a_stream_is_written_without_a_further_thread(tmp_path, monkeypatch):
+    def refused(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with (tmp_path / "f").open("w") as file:
+        stream = Sink("f", StandardStream(lambda: file).write)
+        stream.put("one\n"), stream.put("two\n")
+    assert (tmp_path / "f").read_text() == "one\ntwo\n" and stream.lost == 0
+
+
 def test_a_record_is_written_whole_or_not_at_all(tmp_path, half, capsys):
     lines = Sink("a file", AppendedFile(tmp_path / "f").write)
     lines.put(b"one\n")
