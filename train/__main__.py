@@ -218,6 +218,8 @@ def run_process(argv: Sequence[str] | None = None) -> int:
     settle_streams()
     # Without JAX the run never began, and no thread was started.
     if "jax" in sys.modules:
+        # From here on a Ctrl-C would only be a traceback of JAX's shutdown.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         from .processes.processes import limit_exit
 
         limit_exit(code)

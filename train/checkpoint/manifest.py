@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -36,6 +37,8 @@ _BLOCK = 1 << 22
 _MAX_BYTES = 1 << 26
 _MAX_NUMBER = 1 << 62
 _MAX_PATH = 300
+_MOST_OVERHEAD = 1 << 30
+"""A step may have this many bytes of files more than twice the bytes of its arrays."""
 # Every element type that JAX has. A list, because a name such as "O" would make numpy's dtype one of Python objects.
 _DTYPE = re.compile(
     r"bool|u?int(2|4|8|16|32|64)|b?float16|float(32|64)|complex(64|128)|float4_e2m1fn|"
@@ -215,14 +218,19 @@ def _parse(values: Any) -> Manifest:
     step, samples = _number(values["step"]), _number(values["samples"])
     if samples > step * MAX_BATCH:
         raise ValueError(f"{step} steps cannot consume {samples} samples")
+    arrays, files = (tuple(map(entry, _check_kind(list, values[key]))) for key, entry in (("arrays", _array_entry), ("files", _file_entry)))
+    # A sparse file of any size costs its maker nothing, and a checksum of it hours.
+    size, most = sum(file.size for file in files), _MOST_OVERHEAD + 2 * sum(map(_num_bytes, arrays))
+    if size > most:
+        raise ValueError(f"its files have {size:,} bytes, but its arrays need at most {most:,}")
     return Manifest(
         step=step,
         samples=samples,
         mesh={axis: _number(size) for axis, size in _check_kind(dict, values["mesh"]).items()},
         versions={name: _check_kind(str, version) for name, version in _check_kind(dict, values["versions"]).items()},
         fingerprints=_check_kind(dict, values["fingerprints"]),
-        arrays=tuple(map(_array_entry, _check_kind(list, values["arrays"]))),
-        files=tuple(map(_file_entry, _check_kind(list, values["files"]))),
+        arrays=arrays,
+        files=files,
         phase=_number(values.get("phase", 0)),
     )
 
@@ -232,6 +240,12 @@ def _array_entry(values: Any) -> ArrayEntry:
     if not _DTYPE.fullmatch(dtype):
         raise ValueError(f"{shown(dtype)} is not an element type")
     return ArrayEntry(path=path, shape=tuple(map(_number, _check_kind(list, values["shape"]))), dtype=dtype)
+
+
+def _num_bytes(array: ArrayEntry) -> int:
+    bits = re.search(r"\d+", array.dtype)
+    # Types of less than a byte are stored in one.
+    return math.prod(array.shape) * max(8, int(bits[0]) if bits else 8) // 8
 
 
 def _file_entry(values: Any) -> FileEntry:

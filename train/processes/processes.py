@@ -142,10 +142,15 @@ def _locate(cluster: Cluster) -> tuple[str, int, int, Sequence[int] | None]:
     """The coordinator's address, the number of processes, this process's number, and its devices (None for all), from flags or JAX."""
     if cluster.coordinator is not None and cluster.num_processes is not None and cluster.process is not None:
         return cluster.coordinator, cluster.num_processes, cluster.process, None
-    given = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    address, count, process, devices = ClusterEnv.auto_detect_unset_distributed_params(given, None, None, None, None, _DETECTION_SECONDS)
+    given, remedy = os.environ.get("JAX_COORDINATOR_ADDRESS"), "Give --coordinator, --processes and --process"
+    try:
+        address, count, process, devices = ClusterEnv.auto_detect_unset_distributed_params(
+            given, None, None, None, None, _DETECTION_SECONDS
+        )
+    except (ValueError, LookupError) as error:
+        raise InputError([f"environment: JAX cannot read the variables of this cluster: {error}. {remedy}"]) from None
     if address is None or count is None or process is None:
-        raise InputError(["environment: JAX does not find the other processes. Give --coordinator, --processes and --process"])
+        raise InputError([f"environment: JAX does not find the other processes. {remedy}"])
     # JAX reads this variable itself, if it is given no devices.
     return address, count, process, None if "JAX_LOCAL_DEVICE_IDS" in os.environ else devices
 

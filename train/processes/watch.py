@@ -5,7 +5,7 @@ Python delivers signals and exceptions only to a thread that runs Python code, s
 second thread watches: it reads signals from a socket, measures how long the training thread has made no progress, and hears about the other
 processes (`peers.py`).
 
-A first SIGTERM, SIGINT or SIGHUP asks all processes to stop after a common step, which the training thread learns from `may_begin`. SIGUSR1
+A first SIGTERM, SIGINT, SIGHUP or SIGXCPU asks all processes to stop after a common step, which the training thread learns from `may_begin`. SIGUSR1
 asks them to save after a common step and to continue (`must_save`). What the watch cannot mend, it ends, in this order: it informs the
 other processes (while it can), prints the reason, writes the stacks of all threads to stderr and to the run directory, notes the reason in
 the run's events, and leaves with `os._exit` and a code that says what happened (`train.command_line.Exit`). A regular exit would wait for
@@ -54,7 +54,7 @@ _UNMEASURED = 2
 """The host runs this many steps ahead of the devices, so its first steps return at once and say nothing about a step's time."""
 _SAME_REQUEST_SECONDS = 0.5
 """Signals within this time are one request: a scheduler often signals a process and its group together."""
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGXCPU)
 _SAVE = signal.SIGUSR1
 
 
@@ -208,7 +208,9 @@ class Watch:
         if number not in _STOPS:
             return
         name = signal.Signals(number).name
-        if self.stop_signal is not None and time.monotonic() - self._stop_requested_at < _SAME_REQUEST_SECONDS:
+        # The kernel repeats SIGXCPU every second, between the soft and the hard limit of CPU time.
+        is_same = number == signal.SIGXCPU or time.monotonic() - self._stop_requested_at < _SAME_REQUEST_SECONDS
+        if self.stop_signal is not None and is_same:
             return
         is_second = self.stop_signal is not None
         if number == signal.SIGINT and not self._owns_process and (is_second or not self._steps):

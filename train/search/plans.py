@@ -14,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -193,8 +194,11 @@ def plans_folder() -> Path:
 
 
 def _read(path: Path) -> Answer | None:
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return Answer.of_json(json.loads(path.read_text()))
+    # A file of another version, or a damaged one, is no plan.
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
+        answer = Answer.of_json(json.loads(path.read_text()))
+        if 0 <= answer.seconds < math.inf:
+            return answer
     return None
 
 

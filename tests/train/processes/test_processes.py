@@ -123,6 +123,21 @@ def restored(run):
     return jax.device_get(state.params), found.manifest.samples
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {**SRUN, "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7", "SLURM_PROCID": "x"},
+        {**SRUN, "SLURM_NTASKS": "4", "SLURM_JOB_ID": "abc"},
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_MCA_orte_hnp_uri": "junk"},
+    ],
+)
+def test_variables_that_jax_cannot_read_are_wrong_input(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="environment: JAX cannot read the variables of this cluster: .* Give --coordinator, --processes"):
+        start_jax(Cluster(num_processes=2), None)
+
+
 # -- rows --------------------------------------------------------------------------------------------------------
 
 

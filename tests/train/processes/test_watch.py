@@ -175,6 +175,17 @@ def test_a_process_ends_without_a_further_thread(watched, monkeypatch):
         assert scene.codes == [Exit.HUNG]
 
 
+def test_the_kernels_repeated_warning_of_cpu_time_is_one_request(watched):
+    with watched() as scene:
+        scene.steps(1, 3, 1)
+        scene.signal(signal.SIGXCPU)
+        scene.wait(2)
+        scene.signal(signal.SIGXCPU)
+        scene.wait(2)
+        assert scene.codes == [] and scene.watch.stop_signal == "SIGXCPU"
+        assert not scene.watch.may_begin(4)
+
+
 def test_a_step_may_take_ten_times_as_long_as_the_slowest_one(watched):
     with watched(step_seconds=60) as scene:
         scene.steps(1, 4, 2)
