@@ -23,6 +23,7 @@ from jgt import document
 from jgt.document import InputError
 
 from .checkpoint.signature import read_key
+from .code.names import exits_are_failures
 from .command_line import (
     EndError,
     Exit,
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (EndError, OSError) as error:
             say(str(error))
             code = error.code if isinstance(error, EndError) else Exit.FAILED
-        except Exception:
+        except BaseException:
             # stderr may be closed; the exit code remains.
             with contextlib.suppress(OSError, ValueError):
                 traceback.print_exc()
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
 
 
+@exits_are_failures()
 def _main(arguments: argparse.Namespace) -> int:
     _check_surroundings()
     flags = (arguments.coordinator, arguments.processes, arguments.process)

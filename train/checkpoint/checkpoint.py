@@ -90,15 +90,16 @@ class Checkpoints:
         """As `Steps.newest`."""
         return self._steps.newest()
 
-    def describe(self) -> str:
-        """Which checkpoint a restart would resume from, for a message."""
+    def describe(self, *, resumes: bool = True) -> str:
+        """Which checkpoint is the newest, for a message. resumes: whether to add that the same command resumes from it."""
         try:
             steps = self._steps.listed()
         except OSError as error:
             return f"its checkpoints cannot be listed ({describe(error, self._steps.folder)})"
         if not steps:
             return "no checkpoint was saved"
-        return f"the newest checkpoint is from step {steps[-1]}, in {self._steps.folder}; the same command resumes from it"
+        then = "; the same command resumes from it" if resumes else ""
+        return f"the newest checkpoint is from step {steps[-1]}, in {self._steps.folder}{then}"
 
     def save(self, state: State, step: int, samples: int, phase: int = 0) -> None:
         """Starts to save `state` after `step` updates and `samples` sequences of training data. Returns when the arrays are copied.

@@ -10,6 +10,7 @@ them (`call_with`). Keys that the signature does not have are reported like miss
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -17,7 +18,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
@@ -26,6 +27,7 @@ from typing import Any
 
 from jgt.document import InputError, nearest, shown
 
+from ..command_line import EndError
 from .files import IS_PYTHONS, Code
 
 GROUP = "jgt.code"
@@ -35,6 +37,8 @@ OR_OWN = "Code of your own is MODULE:NAME (docs/own.md)"
 PYTHON = "python"
 """The module of names that were given as objects: `python:Mamba`."""
 _MOST_SHOWN = 12
+FAILURES = (Exception, SystemExit)
+"""Own code may raise any of these. It may also ask to exit with code 0, which would make a run without its work a success."""
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _OTHERS = (
     str(Path(__file__).parents[1]),
@@ -88,7 +92,7 @@ def load_object(name: str, key: str, code: Code, where: str) -> Any:
         found = getattr(importlib.import_module(module), attribute)
     except InputError:
         raise
-    except Exception as error:
+    except FAILURES as error:
         raise InputError([f"{where}: {key}: importing {module} failed: {described(error)}"]) from error
     if not callable(found):
         raise InputError([f"{where}: {key}: {name} is {shown(found)}. Name a class or a function"])
@@ -129,7 +133,7 @@ def call_with(function: Callable[..., Any], given: Mapping[str, Any], offered: M
         return function(**arguments)
     except InputError:
         raise
-    except Exception as error:
+    except FAILURES as error:
         raise InputError([f"{where('')}: {title} failed: {described(error)}"]) from error
 
 
@@ -145,6 +149,15 @@ def load_callable(key: str, name: str, arguments: Mapping[str, Any], code: Code,
         return f"{where(full)}: {full}"
 
     return lambda **offered: call_with(function, arguments, offered, place)
+
+
+@contextlib.contextmanager
+def exits_are_failures() -> Iterator[None]:
+    """Inside, an exit by the user's own code is an EndError, whatever code it gives: the run's work is not done."""
+    try:
+        yield
+    except SystemExit as error:
+        raise EndError(f"the run was ended by its own code: {described(error)}") from error
 
 
 def call_problem(function: Callable[..., Any], *arguments: str, **more: Any) -> str | None:

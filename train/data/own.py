@@ -27,7 +27,7 @@ import numpy as np
 from jgt.document import InputError
 
 from ..code.files import Code
-from ..code.names import call_with, described, load_object
+from ..code.names import FAILURES, call_with, described, load_object
 from ..command_line import EndError
 from .config import OwnData
 
@@ -126,7 +126,7 @@ class _Samples:
     def _asked(self, what: str, ask: Callable[[], _Answer]) -> _Answer:
         try:
             return ask()
-        except Exception as error:
+        except FAILURES as error:
             raise SampleError(f"{self._where}: {what} failed: {described(error)}") from error
 
 

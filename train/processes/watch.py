@@ -5,12 +5,12 @@ Python delivers signals and exceptions only to a thread that runs Python code, s
 second thread watches: it reads signals from a socket, measures how long the training thread has made no progress, and hears about the other
 processes (`peers.py`).
 
-A first SIGTERM, SIGINT, SIGHUP or SIGXCPU asks all processes to stop after a common step, which the training thread learns from `may_begin`. SIGUSR1
-asks them to save after a common step and to continue (`must_save`). What the watch cannot mend, it ends, in this order: it informs the
-other processes (while it can), prints the reason, writes the stacks of all threads to stderr and to the run directory, notes the reason in
-the run's events, and leaves with `os._exit` and a code that says what happened (`train.command_line.Exit`). A regular exit would wait for
-the thread that hangs. A process that is not the run's own, such as the kernel of a notebook, is not ended by a Ctrl-C: there it raises
-KeyboardInterrupt in the training thread as soon as that runs Python code.
+A first SIGTERM, SIGINT, SIGHUP or SIGXCPU asks all processes to stop after a common step, which the training thread learns from
+`may_begin`. SIGUSR1 asks them to save after a common step and to continue (`must_save`). What the watch cannot mend, it ends, in this
+order: it informs the other processes (while it can), prints the reason, writes the stacks of all threads to stderr and to the run
+directory, notes the reason in the run's events, and leaves with `os._exit` and a code that says what happened (`train.command_line.Exit`).
+A regular exit would wait for the thread that hangs. A process that is not the run's own, such as the kernel of a notebook, is not ended by
+a Ctrl-C: there it raises KeyboardInterrupt in the training thread as soon as that runs Python code.
 
 Two invariants. Only one thread ends the process: the first one in `_end` wins and the others wait there. And suspended time does not
 count: the watch adds up its own ticks instead of subtracting clock readings, so a process stopped by Ctrl-Z is not taken for a hang.

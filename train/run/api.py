@@ -26,7 +26,7 @@ from ..checkpoint.restore import restore_params
 from ..checkpoint.saved import find_checkpoint
 from ..checkpoint.signature import read_key
 from ..code.files import COPY, Code, read_code
-from ..code.names import PYTHON
+from ..code.names import PYTHON, exits_are_failures
 from ..compiled import programs_on_trial
 from ..config import Run
 from ..processes.processes import start_jax
@@ -89,6 +89,7 @@ class Loaded:
         return _module(self.setup, self.params, self.variables)
 
 
+@exits_are_failures()
 def run_here(
     config: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),

@@ -137,7 +137,11 @@ def _closed_afterwards(checkpoints: Checkpoints, records: Records) -> Iterator[N
     """Afterwards, no save is under way. If the block fails, the reason is recorded, and a line on stderr says what is saved."""
     try:
         yield
-    except Exception as error:
+    except KeyboardInterrupt:
+        # The next run of this process may have the same directory.
+        checkpoints.close(seconds=_LAST_SAVE_SECONDS)
+        raise
+    except BaseException as error:
         # A save under way is worth waiting for. With several processes not for ever, because it needs all of them.
         checkpoints.close(seconds=None if number_of_processes() == 1 else _LAST_SAVE_SECONDS)
         # The directory may belong to another run by now.
@@ -145,21 +149,18 @@ def _closed_afterwards(checkpoints: Checkpoints, records: Records) -> Iterator[N
             records.event("stop", time.time(), 0.0, why=f"failed: {type(error).__name__}")
         _explain(error, checkpoints)
         raise
-    except KeyboardInterrupt:
-        # The next run of this process may have the same directory.
-        checkpoints.close(seconds=_LAST_SAVE_SECONDS)
-        raise
     checkpoints.close()
 
 
-def _explain(error: Exception, checkpoints: Checkpoints) -> None:
+def _explain(error: BaseException, checkpoints: Checkpoints) -> None:
     """Says what of a run that failed is saved. Raises DataChangedError in place of one that does not say it."""
     if isinstance(error, DataChangedError):
         unsaved = "Steps after the newest checkpoint may have read wrong tokens, and are not saved. Put the file back"
         raise DataChangedError(f"{error}. {unsaved}; {checkpoints.describe()}") from None
     # Where the disk cannot be read, there is nothing to describe.
     if not isinstance(error, InUseError | DiskError):
-        say(f"the run failed; {checkpoints.describe()}")
+        # Wrong input would stop the next start too.
+        say(f"the run failed; {checkpoints.describe(resumes=not isinstance(error, InputError))}")
 
 
 def _exit_code(code: int, lost: Mapping[str, int]) -> int:

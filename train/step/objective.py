@@ -26,7 +26,7 @@ from jax.interpreters import partial_eval
 from jgt import Pipeline, Sharded
 from jgt.document import InputError
 
-from ..code.names import call_problem, described, own_line
+from ..code.names import FAILURES, call_problem, described, own_line
 from ..models.model import Model, Settle, Terms
 
 Arrays = dict[str, jax.Array]
@@ -161,7 +161,7 @@ def reported(where: str, names: Collection[str] = ()) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except Exception as error:
+    except FAILURES as error:
         if not own_line(error):
             raise
         is_name = isinstance(error, KeyError) and names and error.args[0] not in names

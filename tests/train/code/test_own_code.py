@@ -9,7 +9,9 @@ import pytest
 from jgt.document import InputError
 from train.code.files import read_code
 from train.code.names import call_with, load_object, name_problem
+from train.command_line import EndError
 from train.config import load
+from train.run.api import run_here
 from train.setup import prepare
 
 MODELS = """
@@ -290,3 +292,56 @@ def test_a_key_of_the_model_that_nothing_takes_is_an_error(tmp_path, model, sour
     except InputError as error:
         problems = error.problems
     assert sorted(problems) == sorted(f"{file}:2: model.{key}: Net has no argument {key!r}. It takes: width" for key in expected)
+
+
+EXITS = """
+import sys
+import numpy as np
+import optax
+from flax import nnx
+
+def leave(here):
+    if here == "{place}":
+        sys.exit(0)
+
+leave("import")
+
+class Net(nnx.Module):
+    def __init__(self, *, rngs):
+        leave("model")
+        self.layer = nnx.Linear(3, 4, rngs=rngs)
+
+def loss(model, batch):
+    leave("loss")
+    return (model.layer(batch["x"]) ** 2).mean()
+
+class Samples:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if index == 37:
+            leave("sample")
+        return {{"x": np.ones(3, np.float32)}}
+
+def data():
+    leave("data")
+    return Samples()
+
+def optimizer():
+    def update(*arguments):
+        leave("update")
+        return plain.update(*arguments)
+
+    plain = optax.sgd(0.1)
+    return optax.GradientTransformation(plain.init, update)
+"""
+
+
+@pytest.mark.parametrize("place", ["import", "model", "loss", "data", "sample", "update"])
+def test_an_exit_of_ones_own_code_is_never_a_success(tmp_path, place):
+    (tmp_path / "exits.py").write_text(EXITS.format(place=place))
+    names = {"model": {"kind": "exits:Net"}, "data": {"source": "exits:data"}, "optimizer": {"name": "exits:optimizer"}}
+    steps = {"train": {"loss": "exits:loss", "steps": 8, "batch": 8}, "checkpoint": {"every": 2}, "mesh": {"data": 1}}
+    with pytest.raises((InputError, EndError), match=r"exits\.py:9: SystemExit: 0"):
+        run_here({"run": {"dir": str(tmp_path / "run")}, **names, **steps}, code=tmp_path / "exits.py")
