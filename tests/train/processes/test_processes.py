@@ -134,7 +134,7 @@ def restored(run):
 def test_variables_that_jax_cannot_read_are_wrong_input(monkeypatch, variables):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match="environment: JAX cannot read the variables of this cluster: .* Give --coordinator, --processes"):
+    with pytest.raises(InputError, match=r"environment: JAX cannot read the variables of this cluster: .* Give --coordinator, --processes"):
         start_jax(Cluster(num_processes=2), None)
 
 
