@@ -33,6 +33,9 @@ hypothesis.settings.load_profile("jgt")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # A shell's background job starts with Ctrl-C ignored, and so would the processes that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Under nohup SIGHUP is ignored, here and in all children. A handler is not inherited by them.
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 
 
 @pytest.fixture

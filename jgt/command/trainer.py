@@ -30,7 +30,7 @@ def trainer(module: str = "") -> ModuleType:
     return importlib.import_module(f"{package}.{module}" if module else package)
 
 
-def run(config: Any, overrides: Sequence[str] = (), **parts: Any) -> Any:
+def run(config: Any, overrides: str | Sequence[str] = (), **parts: Any) -> Any:
     """Trains a run in this process and returns its state, its metrics and its folder: `run_here` in train/run/api.py. Raises InputError.
 
     config: a run's file, or its contents as a mapping. overrides: as on the command line. parts: `model`, `loss`, `optimizer` and `data` as
@@ -39,7 +39,7 @@ def run(config: Any, overrides: Sequence[str] = (), **parts: Any) -> Any:
     return trainer("run.api").run_here(config, overrides, **parts)
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), **parts: Any) -> Any:
+def load(path: str | Path, overrides: str | Sequence[str] = (), **parts: Any) -> Any:
     """The model of a run directory or of one of its checkpoints, with its arrays: `load_model` in train/run/api.py. Raises InputError.
 
     overrides: to the run's config. parts: `model`, `loss`, `data` and `code` as for `run`; `sharded`: laid out by the run's rules, and not

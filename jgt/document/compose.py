@@ -58,10 +58,10 @@ def merge(child: Node, parent: Node) -> Node:
     return Node(merged, child.where, child.key)
 
 
-def override(root: Node, assignment: str) -> Node:
-    """The document with one `key.sub=value` of a command line applied; the value is YAML. Raises InputError."""
+def override(root: Node, assignment: str, where: str = "") -> Node:
+    """The document with one `key.sub=value` applied, whose value is YAML. where: its place, if not the command line. Raises InputError."""
     key, equals, text = assignment.partition("=")
-    where = f"command line: {assignment if len(assignment) <= _MAX_SHOWN else f'{assignment[:_MAX_SHOWN]}...'}"
+    where = where or f"command line: {assignment if len(assignment) <= _MAX_SHOWN else f'{assignment[:_MAX_SHOWN]}...'}"
     parts = key.split(".")
     if not equals or not all(parts):
         raise InputError([f"{where}: an override is written key.sub=value, for example train.steps=300"])

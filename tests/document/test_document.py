@@ -369,7 +369,7 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory, data):
     [
         ("stpes", ["steps", "batch"], "Did you mean 'steps'?"),
         ("zzz", ["steps", "batch"], "Known: steps, batch."),
-        ("zzz", [], "No name is known here."),
+        ("zzz", [], "There is none."),
         ("zzz", [f"k{i}" for i in range(20)], "Known: " + ", ".join(f"k{i}" for i in range(12)) + ", ..."),
     ],
 )

@@ -54,6 +54,12 @@ def is_name(text: object) -> bool:
     return isinstance(text, str) and ":" in text
 
 
+def object_name(part: object) -> str:
+    """The name of an object that was given from Python."""
+    name = getattr(part, "__name__", "")
+    return f"{PYTHON}:{name if name.isidentifier() else 'object'}"
+
+
 def name_problem(name: str, key: str, code: Code) -> str | None:
     """Why an object cannot be named so, or None. key: the key of the config, such as `model.kind`.
 

@@ -21,7 +21,7 @@ from jgt.document import InputError, Node, bind
 from jgt.planner import Budget
 
 from ..code.files import Code, read_code
-from ..code.names import name_problem
+from ..code.names import name_problem, object_name
 from ..data.config import path_problems
 from ..models.config import ModelConfig
 from ..sections import (
@@ -61,6 +61,9 @@ def load(
     for assignment in overrides:
         with InputError.collect(all_problems):
             root = document.override(root, assignment)
+    for key, part in code.objects.items():
+        with InputError.collect(all_problems):
+            root = document.override(root, f"{key}={object_name(part)}", "Python")
     # Without a document there is nothing to check; the overrides were still read for their own problems.
     if not is_readable:
         raise InputError(all_problems)

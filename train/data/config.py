@@ -244,7 +244,8 @@ def _part_path_problems(part: MixturePart, finder: Finder) -> Iterator[Problem]:
     # Links are resolved, because two names may lead to one file.
     trained_on = {file.resolve() for file in whole.get("path", ())}
     if shared := [file for file in whole.get("eval_path", ()) if file.resolve() in trained_on]:
-        matches = f"{shared[0]} is training data too ({len(shared)} such files): path {part.path} matches it as well"
+        more = f" (and {len(shared) - 1} more files)" if len(shared) > 1 else ""
+        matches = f"{shared[0]} is training data too{more}: path {part.path} matches it as well"
         yield "eval_path", f"{matches}. Keep held-out files apart"
 
 

@@ -36,7 +36,7 @@ def search(arguments: argparse.Namespace, make: MakePlan) -> int:
         found = None if is_choice(arguments) else begin(targets[0])
         if opened.given and not arguments.free:
             _say(
-                f"{arguments.config} and the command line set {', '.join(opened.given)}. They stay; --free searches what the file sets, too"
+                f"{arguments.config} or the command line sets {', '.join(opened.given)}. They stay; --free searches what the file sets, too"
             )
         if found is None:
             return _choose(arguments, search_targets(targets, job, begin))

@@ -83,7 +83,7 @@ def _text(name: str, value: float) -> str:
     if name.startswith(_PART):
         # Beside the loss of all parts, the name of one is enough.
         return f"{name.removeprefix(_PART)} {value:.4f}"
-    return _LAST.get(name, _ESSENTIAL.get(name, lambda v: f"{name} {v:.4g}"))(value)
+    return _LAST.get(name, _ESSENTIAL.get(name, lambda v: f"{name} {f'{v:#.4g}'.rstrip('.')}"))(value)
 
 
 _ESSENTIAL: Mapping[str, Callable[[float], str]] = {

@@ -44,7 +44,8 @@ class Comparison:
     """The differences of two runs.
 
     config: the keys that differ. results: figures of both runs. losses: the losses at some of the common steps, whose number is `common`.
-    equal_up_to: the last common step up to which all losses are equal bit for bit; None if not even the first loss is.
+    equal_up_to: the last common step up to which all losses are equal bit for bit; None if not even the first loss is. largest: the largest
+    change of a loss.
     """
 
     config: tuple[Difference, ...]
@@ -52,6 +53,7 @@ class Comparison:
     losses: tuple[Difference, ...]
     common: int
     equal_up_to: int | None
+    largest: float
 
     @property
     def verdict(self) -> str:
@@ -59,10 +61,11 @@ class Comparison:
         if not self.common:
             return "The runs have no logged step in common"
         if self.equal_up_to is None:
-            return f"The losses differ from the first of {self.common:,} common steps on"
+            return f"The losses differ from the first of {self.common:,} common steps on, by at most {self.largest:.1g} of themselves"
         if not self.losses or self.equal_up_to >= int(self.losses[-1].name):
             return f"The losses of all {self.common:,} common steps are equal, bit for bit"
-        return f"The losses are equal up to step {self.equal_up_to:,}, bit for bit, and differ after it"
+        differ = f"differ after it, by at most {self.largest:.1g} of themselves"
+        return f"The losses are equal up to step {self.equal_up_to:,}, bit for bit, and {differ}"
 
 
 def compare_runs(first: RunCurves, second: RunCurves) -> Comparison:
@@ -78,6 +81,7 @@ def compare_runs(first: RunCurves, second: RunCurves) -> Comparison:
         losses=tuple(_difference(str(step), losses[0][step], losses[1][step]) for step in _spread(common)),
         common=len(common),
         equal_up_to=common[unequal - 1] if unequal else None,
+        largest=max((abs(losses[1][step] / losses[0][step] - 1) for step in common if losses[0][step]), default=0.0),
     )
 
 
@@ -139,7 +143,7 @@ def print_comparison(comparison: Comparison, names: Sequence[str]) -> None:
 
 
 def _row(difference: Difference) -> list[str]:
-    change = "" if difference.change is None else f"{difference.change:+.2%}"
+    change = "" if difference.change is None else f"{difference.change:+.2%}".replace("-0.00%", "+0.00%")
     return [difference.name, *map(_figure_text, (difference.first, difference.second)), change]
 
 

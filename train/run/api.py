@@ -26,7 +26,7 @@ from ..checkpoint.restore import restore_params
 from ..checkpoint.saved import find_checkpoint
 from ..checkpoint.signature import read_key
 from ..code.files import COPY, Code, read_code
-from ..code.names import PYTHON, exits_are_failures
+from ..code.names import exits_are_failures
 from ..compiled import programs_on_trial
 from ..config import Run
 from ..processes.processes import start_jax
@@ -92,7 +92,7 @@ class Loaded:
 @exits_are_failures()
 def run_here(
     config: str | Path | Mapping[str, Any],
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     *,
     model: Any = None,
     loss: Callable[..., Any] | None = None,
@@ -101,6 +101,7 @@ def run_here(
     code: str | Path | Sequence[str | Path] = (),
     resume: str = "auto",
     allow_change: Sequence[str] = (),
+    **others: Any,
 ) -> RunResult:
     """Trains a run in this process, to its end or until Ctrl-C, and returns its state.
 
@@ -108,9 +109,10 @@ def run_here(
     one, called with the keys of `model:`. loss, optimizer: functions. data: a function, called with the keys of `data:`, or samples, or a
     pair of training and held-out samples. code, resume, allow_change: as the options of the command.
     """
+    if others:
+        raise TypeError(f"jgt.run has no argument {next(iter(others))!r}. Values of the config are overrides, such as ['train.steps=3']")
     own = _own_code(code, {"model.kind": model, "train.loss": loss, "optimizer.name": optimizer, "data.source": data})
-    names = [f"{key}={PYTHON}:{_name(part)}" for key, part in own.objects.items()]
-    checked = configs.load(config, [*overrides, *names], code=own)
+    checked = configs.load(config, _listed(overrides), code=own)
     watched = replace(checked.config.watchdog, step_seconds=_FOREVER, start_seconds=_FOREVER)
     checked = replace(checked, config=replace(checked.config, watchdog=watched))
     given = read_resume(resume, allow_change, checked.config.run.path)
@@ -129,7 +131,7 @@ def run_here(
 
 def load_model(
     path: str | Path,
-    overrides: Sequence[str] = (),
+    overrides: str | Sequence[str] = (),
     *,
     model: Any = None,
     loss: Callable[..., Any] | None = None,
@@ -150,7 +152,7 @@ def load_model(
     own = _own_code(code, {"model.kind": model, "train.loss": loss, "data.source": data})
     alone = () if sharded else ("rules=null", "mesh={data: 1}", "pipeline=null", "sync=null")
     try:
-        checked = configs.load(folder / "config.yaml", [*alone, *overrides], code=own)
+        checked = configs.load(folder / "config.yaml", [*alone, *_listed(overrides)], code=own)
     except InputError as error:
         hint = [] if code or own.objects or not (folder / COPY).is_dir() else [f"{folder / COPY}: has a copy of the run's code (code=...)"]
         raise InputError([*error.problems, *hint]) from None
@@ -189,7 +191,7 @@ def _start_jax(checked: Run) -> None:
 
 def _own_code(paths: str | Path | Sequence[str | Path], objects: Mapping[str, Any]) -> Code:
     """The user's own code: files, and objects by the key that they stand for."""
-    read = read_code([paths] if isinstance(paths, str | Path) else paths)
+    read = read_code(_listed(paths))
     return replace(read, objects={key: _callable(key, part) for key, part in objects.items() if part is not None})
 
 
@@ -205,6 +207,5 @@ def _callable(key: str, part: Any) -> Callable[..., Any]:
     return part
 
 
-def _name(part: Any) -> str:
-    name = getattr(part, "__name__", "")
-    return name if name.isidentifier() else "object"
+def _listed(values: str | Path | Sequence[Any]) -> Sequence[Any]:
+    return [values] if isinstance(values, str | Path) else values

@@ -18,6 +18,7 @@ from jgt.document import InputError
 
 from ..config import Run
 from ..records.console import Screen
+from ..records.summary import describe_data
 from ..setup import Setup, prepare
 from .train import open_run
 from .verify import is_verified
@@ -27,8 +28,9 @@ def dry_run(run: Run) -> None:
     """Opens model and data on the devices, compiles the step, and prints its bytes per device."""
     # All processes open the run and compile, since compiling may need all of them; the first one prints.
     screen = Screen(enabled=jax.process_index() == 0)
-    setup, _ = open_run(run)
+    setup, data = open_run(run)
     screen.setup(setup)
+    screen.say(describe_data(data.fingerprint))
     started = time.perf_counter()
     memory = setup.compile_train_step().memory_analysis()
     screen.say(f"Compiled the step in {time.perf_counter() - started:.1f} s")

@@ -175,8 +175,10 @@ def _shown(key: str, value: Any) -> str:
 def _changed_data(run: Run, before: Mapping[str, Any], after: Mapping[str, Any], where: str, allow: Sequence[str]) -> list[str]:
     keys = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
     was, now = ({key: shown(value) for key, value in data.items()} for data in (before, after))
-    changed = [f"{key} was {was.get(key, 'not there')}, is {now.get(key, 'not there')}" for key in keys]
-    if not changed or any(_is_below(key, "data") for key in allow):
+    # A checksum says nothing to a person.
+    shown_keys = [key for key in keys if not key.endswith(("sha256", "crc32"))]
+    changed = [f"{key} was {was.get(key, 'not there')}, is {now.get(key, 'not there')}" for key in shown_keys] or ["its contents differ"]
+    if not keys or any(_is_below(key, "data") for key in allow):
         return []
     remedy = "Give the run another name (run.name=...), or allow it (--allow-change data)"
     return [f"{run.where('data')}: data: is not the data that {where} was started with: {'; '.join(changed)}. {remedy}"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,9 @@ from .history import replace_config
 from .identity import Resume
 from .sample import sample_text, terminal_text
 from .start import Feed, Position, Start
+
+_QUICK_SECONDS = 5.0
+"""A compilation that takes longer is announced."""
 
 
 @dataclass
@@ -129,12 +132,17 @@ class Loop:
         finally:
             pool.shutdown(wait=False)
 
+    def _compiled(self, compiling: Future[Any]) -> Any:
+        if not wait([compiling], _QUICK_SECONDS).done:
+            self.screen.say("Compiling the step ...")
+        return compiling.result()
+
     def _steps(self, position: Position, compiling: Future[Any]) -> Position:
         """Trains from a position to the last step, or until a signal stops the run, and saves the state that it reached."""
         config = self._config.train
         # Compiled before the loop, so that the first step's time limit and the first lap do not include it.
         with self._phase("compile"):
-            train_step, exchange = compiling.result(), self._exchange(position)
+            train_step, exchange = self._compiled(compiling), self._exchange(position)
             barrier("compiled step")
         progress = Progress(self.setup, self.screen, self.records, position.step, self.data.train_sequences)
         self._saved = position.step

@@ -55,13 +55,14 @@ class Kernel(NamedTuple):
 def measure(kernels: Iterable[Kernel], say: Callable[[str], None]) -> dict[str, float]:
     """The seconds of the work of each program, by its name. say: prints a line for each."""
     found: dict[str, float] = {}
-    for name, trips, run in [*kernels] * _ROUNDS:
+    rounds = [*kernels] * _ROUNDS
+    for number, (name, trips, run) in enumerate(rounds, start=1):
         jax.block_until_ready(run())
         for _ in range(_RUNS):
             start = time.perf_counter()
             jax.block_until_ready(run())
             found[name] = min(found.get(name, float("inf")), (time.perf_counter() - start) / trips)
-        say(f"{found[name] * 1e6:14,.1f} us  {name}")
+        say(f"{number:3} of {len(rounds)} {found[name] * 1e6:14,.1f} us  {name}")
     return found
 
 

@@ -6,6 +6,7 @@ import sys
 import jax
 import pytest
 
+import jgt
 from jgt.document import InputError
 from train.code.files import read_code
 from train.code.names import call_with, load_object, name_problem
@@ -170,6 +171,15 @@ def test_a_loss_of_a_linen_model_learns_whether_it_is_trained(tmp_path, loss):
     program = setup.program
     draws = ["random_bits" in str(jax.make_jaxpr(one)(*program.shapes)) for one in (program.loss, program.evaluated)]
     assert draws == [True, False]
+
+
+def test_from_python_a_text_is_an_override_and_a_key_is_none():
+    with pytest.raises(InputError, match=r"^Python: data\.source: python:object: returned a value of type list_iterator\. Return samples"):
+        jgt.run({"train": {"loss": "a:b"}}, "train.steps=3", data=lambda: iter([]), loss=lambda model, batch: 0.0)
+    with pytest.raises(InputError, match=r"^command line: stpes=3: "):
+        jgt.run({}, "stpes=3")
+    with pytest.raises(TypeError, match=r"jgt\.run has no argument 'steps'\. Values of the config are overrides"):
+        jgt.run({}, steps=3)
 
 
 def test_a_copy_has_the_checksum_of_the_code_and_a_change_another(code, tmp_path):

@@ -158,6 +158,13 @@ def test_rules_against_the_mesh(write, refused):
         ("mesh: {data: 2}\nrules: 3", ":2: rules: rules must be the path of a file or a mapping, not 3"),
         ("mesh: {data: -1, fsdp: -1}", ":1: mesh: only one size may be -1; data and fsdp are"),
         ("mesh: {data: 0}", ":1: mesh.data: an axis size is a whole number of at least 1, or -1 for the remaining devices"),
+        # Nothing is derived from a wrong size.
+        ("mesh: {data: 2, tensor: 0}\nrules: jgt:tensor\ndevices: {virtual_cpu: 8}", ":1: mesh.tensor: an axis size is a whole number"),
+        (
+            "mesh: {data: 2}\nrules: {signals: {embed: {out: [data, None]}}, default: replicate}",
+            ":2: embed: the mesh has no axis 'None'. Write null for a dim that no axis splits",
+        ),
+        ("optimizer: {name: lion}", ":1: optimizer.name: 'lion' is not one of adamw, muon. Code of your own is MODULE:NAME (docs/own.md)"),
         (
             "train: {batch: 10, accumulate: 4}",
             ":1: train.accumulate: batch 10 is not divisible by accumulate 4. These divide it: 1, 2, 5, 10",
@@ -296,7 +303,8 @@ def test_a_mesh_that_does_not_use_all_devices(tiny_file, refused, tmp_path):
     overrides = ("mesh={data: 3}", "rules={axes: {batch: [data]}, default: replicate}")
     assert_found(
         refused(tiny_file, f"run.dir={tmp_path}/run", *overrides),
-        "mesh={data: 3}: mesh: data=3 = 3 devices, but there are 8. Make the product 8, or one size -1",
+        "mesh={data: 3}: mesh: data=3 = 3 devices, but there are 8. Make the product 8, or one size -1. JAX has found no GPU: "
+        "install it with pip install 'jgt[gpu]', or set devices.virtual_cpu=3 for a trial on CPUs",
     )
 
 

@@ -135,7 +135,7 @@ def test_a_comparison_names_what_differs(write, capsys):
     assert "best eval_loss 3.5 3.5 +0.00%" in lines
     assert "median tokens_per_s 1,000 1,000 +0.00%" in lines and "memory_peak_bytes 7 7 +0.00%" in lines
     assert "20 3 1 -66.67%" in lines
-    assert lines[-1] == "The losses are equal up to step 12, bit for bit, and differ after it"
+    assert lines[-1] == "The losses are equal up to step 12, bit for bit, and differ after it, by at most 0.7 of themselves"
 
 
 def test_a_comparison_as_json(write, capsys):
@@ -149,7 +149,7 @@ def test_a_comparison_as_json(write, capsys):
     ("second", "verdict"),
     [
         (list(rows(20)), "The losses of all 20 common steps are equal, bit for bit"),
-        (list(rows(20, slope=0.2)), "The losses differ from the first of 20 common steps on"),
+        (list(rows(20, slope=0.2)), "The losses differ from the first of 20 common steps on, by at most 0.7 of themselves"),
         ([{"step": 50, "loss": 1.0}], "The runs have no logged step in common"),
     ],
 )

@@ -24,7 +24,7 @@ def dry_run(tiny_file, tmp_path, capsys):
 
 def test_one_device(dry_run, tmp_path):
     shown, rows = dry_run()
-    assert "Mesh: data 1 = 1 x cpu" in shown
+    assert "Mesh: data 1 = 1 x cpu" in shown and re.search(r"^Data: .* to train on", shown, re.MULTILINE)
     assert f"{NUM_PARAMETERS:,} parameters" in shown
     assert rows["parameters"] == f"{NUM_PARAMETERS * 4 / 1000:.1f} KB"
     assert rows["optimizer state"] == f"{(NUM_PARAMETERS * 8 + 8) / 1000:.1f} KB"

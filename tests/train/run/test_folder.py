@@ -67,6 +67,11 @@ def test_the_same_path_with_other_contents(tiny, started, tiny_file, tmp_path):
     )
 
 
+def test_files_of_the_same_size_with_other_contents(tiny, started):
+    (problem,) = problems(check_data, tiny(), {"source": "text", "train_tokens": 100, "files_sha256": "a"}, Resume())
+    assert "was started with: its contents differ. Give" in problem
+
+
 def test_a_directory_has_one_run_at_a_time(tmp_path):
     second = lock_folder(tmp_path / "run", seconds=0.3)
     with lock_folder(tmp_path / "run"), pytest.raises(InUseError, match=r"another run is using .*run\. Wait until it ends"):
