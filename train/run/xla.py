@@ -32,8 +32,14 @@ _PIPELINE = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": str(1 << 27),
 }
 """Overlap of collectives with compute, from NVIDIA's JAX-Toolbox (docs/GPU_performance.md) and JAX's GPU performance tips."""
-# These two make a second copy of a loop's body, or of a part of it. The loop over a pipeline's ticks has the whole step as its body.
-_OVERLAP = {**_PIPELINE, "xla_gpu_enable_pipelined_all_gather": "true", "xla_gpu_enable_while_loop_double_buffering": "true"}
+# The first two make a second copy of a loop's body, or of a part of it. The loop over a pipeline's ticks has the whole step as its body.
+# With the third, a gather between hosts runs beside a collective of the GPUs of one host.
+_OVERLAP = {
+    **_PIPELINE,
+    "xla_gpu_enable_pipelined_all_gather": "true",
+    "xla_gpu_enable_while_loop_double_buffering": "true",
+    "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
+}
 # Triton's matmuls would convert operands of eight bits to sixteen; cuBLASLt multiplies them directly.
 _FP8 = {"xla_gpu_enable_triton_gemm": "false"}
 

@@ -122,6 +122,7 @@ def test_the_presets_differ_in_these_flags():
     assert overlap.items() - pipelined.items() == {
         ("xla_gpu_enable_pipelined_all_gather", "true"),
         ("xla_gpu_enable_while_loop_double_buffering", "true"),
+        ("xla_gpu_experimental_parallel_collective_overlap_limit", "2"),
     }
     assert pipelined.items() < overlap.items()
     assert PRESETS["gpu-fp8"] == overlap | FP8
