@@ -194,8 +194,13 @@ class Checkpoints:
         return None if free >= needed else OSError(f"{amount(needed, 'B')} are needed in {folder}, but {amount(free, 'B')} are free")
 
 
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    return not Path(record.pathname).is_relative_to(Path(ocp.__file__).parent)
+
+
 def _make_writer() -> ocp.AsyncCheckpointer:
-    # When a save fails, Orbax leaves one asyncio task behind for each array, and asyncio prints a traceback for each. SaveError says it
-    # once. The level is set here, where the first writer is made, so that importing this file changes no logging.
+    # When a save fails, Orbax logs hundreds of lines, and leaves one asyncio task behind for each array, for which asyncio prints a
+    # traceback. SaveError says it once. Logging is changed here, where the first writer is made, and not by an import of this file.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    logging.getLogger("absl").addFilter(_is_not_orbax)
     return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), timeout_secs=600)

@@ -218,7 +218,8 @@ def _parse(values: Any) -> Manifest:
     step, samples = _number(values["step"]), _number(values["samples"])
     if samples > step * MAX_BATCH:
         raise ValueError(f"{step} steps cannot consume {samples} samples")
-    arrays, files = (tuple(map(entry, _check_kind(list, values[key]))) for key, entry in (("arrays", _array_entry), ("files", _file_entry)))
+    arrays = tuple(map(_array_entry, _check_kind(list, values["arrays"])))
+    files = tuple(map(_file_entry, _check_kind(list, values["files"])))
     # A sparse file of any size costs its maker nothing, and a checksum of it hours.
     size, most = sum(file.size for file in files), _MOST_OVERHEAD + 2 * sum(map(_num_bytes, arrays))
     if size > most:
