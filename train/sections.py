@@ -188,7 +188,8 @@ class TrainConfig:
 class CheckpointConfig:
     """The `checkpoint:` section.
 
-    every: steps between checkpoints. 0: only at the end.
+    every: steps between checkpoints. 0: none by steps.
+    minutes: the most minutes from one checkpoint to the next. null: none by time. There is always one at the end.
     keep: the number of newest checkpoints that are not deleted.
     sha256: adds a SHA-256 to the CRC-32 of every file. It takes ten times as long to compute.
     key: a file, or env:NAME for a variable of the environment, with the key that signs manifests. It implies sha256.
@@ -197,6 +198,7 @@ class CheckpointConfig:
     """
 
     every: Natural = 0
+    minutes: Annotated[float, Bound(above=0, high=1_000_000)] | None = 10.0
     keep: Count = 3
     sha256: bool = False
     key: LocalPath | None = None

@@ -15,6 +15,7 @@ from runs import Nursery
 from jgt import document
 from train.config import Run, load
 from train.records.console import Screen
+from train.run.saves import Saves
 from train.run.train import train
 
 TINY = {
@@ -104,7 +105,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
 
 @pytest.fixture
 def stopped_at(monkeypatch):
-    """A context in which a run ends with an error once a step is logged; the error is expected."""
+    """A context in which a run ends once a step is logged, and saves nothing, as if it were killed."""
 
     class StoppedError(Exception):
         pass
@@ -120,6 +121,7 @@ def stopped_at(monkeypatch):
 
         with monkeypatch.context() as patch, pytest.raises(StoppedError):
             patch.setattr(Screen, "step", step)
+            patch.setattr(Saves, "rescue", lambda self, progress, position, error: None)
             yield
 
     return _stopped_at

@@ -133,9 +133,14 @@ class Checkpoints:
         # A regular exit waits until the step is finished.
         self._last = self._thread.submit(self._finish, listing)
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way."""
+        return self._last is not None and not self._last.done()
+
     def poll(self) -> None:
         """Raises SaveError if a save has failed since the last call. Does not wait."""
-        if self._last is not None and self._last.done():
+        if self._last is not None and not self.is_saving:
             self.wait()
 
     def wait(self) -> None:

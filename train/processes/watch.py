@@ -6,11 +6,11 @@ second thread watches: it reads signals from a socket, measures how long the tra
 processes (`peers.py`).
 
 A first SIGTERM, SIGINT, SIGHUP or SIGXCPU asks all processes to stop after a common step, which the training thread learns from
-`may_begin`. SIGUSR1 asks them to save after a common step and to continue (`must_save`). What the watch cannot mend, it ends, in this
-order: it informs the other processes (while it can), prints the reason, writes the stacks of all threads to stderr and to the run
-directory, notes the reason in the run's events, and leaves with `os._exit` and a code that says what happened (`train.command_line.Exit`).
-A regular exit would wait for the thread that hangs. A process that is not the run's own, such as the kernel of a notebook, is not ended by
-a Ctrl-C: there it raises KeyboardInterrupt in the training thread as soon as that runs Python code.
+`may_begin`. SIGUSR1 and `request_save` ask them to save after a common step and to continue (`must_save`). What the watch cannot mend, it
+ends, in this order: it informs the other processes (while it can), prints the reason, writes the stacks of all threads to stderr and to the
+run directory, notes the reason in the run's events, and leaves with `os._exit` and a code that says what happened
+(`train.command_line.Exit`). A regular exit would wait for the thread that hangs. A process that is not the run's own, such as the kernel of
+a notebook, is not ended by a Ctrl-C: there it raises KeyboardInterrupt in the training thread as soon as that runs Python code.
 
 Two invariants. Only one thread ends the process: the first one in `_end` wins and the others wait there. And suspended time does not
 count: the watch adds up its own ticks instead of subtracting clock readings, so a process stopped by Ctrl-Z is not taken for a hang.
@@ -152,8 +152,12 @@ class Watch:
         self._note_progress(f"step {step}", limit)
         return self._requests.stop.may_begin(step)
 
+    def request_save(self) -> None:
+        """Asks all processes to save after a common step, as SIGUSR1 does, and returns at once."""
+        self._requests.request_save()
+
     def must_save(self, step: int) -> bool:
-        """Whether a signal to any process asks all of them to save before this step. All processes ask before each step."""
+        """Whether a signal or `request_save` in any process asks all to save before this step. All processes ask before each step."""
         return self._requests.must_save(step)
 
     def _measure_step(self) -> None:

@@ -19,11 +19,10 @@ from typing import Any
 
 import jax
 
-from ..checkpoint.checkpoint import Checkpoints, SaveError
+from ..checkpoint.checkpoint import Checkpoints
 from ..checkpoint.steps import FOLDER
-from ..command_line import say
 from ..data.batches import Data
-from ..processes.processes import barrier, true_on_all_processes
+from ..processes.processes import barrier
 from ..processes.watch import Watch
 from ..records.clock import InFlight, steps_ahead
 from ..records.console import Screen
@@ -38,7 +37,11 @@ from .folder import Lock
 from .history import replace_config
 from .identity import Resume
 from .sample import sample_text, terminal_text
+from .saves import Saves
 from .start import Feed, Position, Start
+
+Exchange = Callable[[State, int], tuple[State, int]]
+"""From the state after a step and its number to the state after its exchange, and the number of steps since the last exchange."""
 
 _QUICK_SECONDS = 5.0
 """A compilation that takes longer is announced."""
@@ -63,8 +66,6 @@ class Loop:
         self._feed = Feed(self.data, self.setup)
         self._check_lock = (lambda: None) if self.lock is None else self.lock.check
         self._eval_step: Any = None
-        self._saved, self._has_failed = 0, False
-        """The step of the last save that was started, and whether it has failed."""
         count = self.data.eval_sequences
         if count and self._feed.eval_batch != self._config.train.batch:
             self.screen.say(f"An evaluation reads {count} samples in batches of {self._feed.eval_batch}, so that few are left out")
@@ -139,18 +140,30 @@ class Loop:
 
     def _steps(self, position: Position, compiling: Future[Any]) -> Position:
         """Trains from a position to the last step, or until a signal stops the run, and saves the state that it reached."""
-        config = self._config.train
         # Compiled before the loop, so that the first step's time limit and the first lap do not include it.
         with self._phase("compile"):
             train_step, exchange = self._compiled(compiling), self._exchange(position)
             barrier("compiled step")
         progress = Progress(self.setup, self.screen, self.records, position.step, self.data.train_sequences)
-        self._saved = position.step
+        saves = Saves(self.setup, self.data, self.checkpoints, self.watch, self.records, self._phase, position.step)
+        self._position = position
+        try:
+            self._train(train_step, exchange, progress, saves)
+        except BaseException as error:
+            saves.rescue(progress, self._position, error)
+            raise
+        self._check_lock()
+        saves.finish(self._position)
+        return self._position
+
+    def _train(self, train_step: Any, exchange: Exchange, progress: Progress, saves: Saves) -> None:
+        """Trains from the position of this object, which each step replaces, to the last step, or until a signal stops the run."""
+        config, position = self._config.train, self._position
         # The feed has no end, so the range of steps decides.
         for step, batch in zip(range(position.step + 1, self.num_steps + 1), self._feed.train(position.samples), strict=False):
             self._check_lock()
-            if self.watch.must_save(step):
-                self._save(progress, position)
+            if saves.are_asked_for(position):
+                saves.start(progress, position)
             if not self.watch.may_begin(step):
                 break
             if self.profiler.begins(step):
@@ -163,33 +176,24 @@ class Loop:
             # Evaluations and saves of this step see the state after its exchange.
             state, phase = exchange(state, step)
             samples = position.samples + config.batch
-            progress.dispatched(StepResult(step=step, samples=(position.samples, samples - 1), metrics=metrics))
-            position = Position(state=state, step=step, samples=samples, phase=phase)
+            result = StepResult(step=step, samples=(position.samples, samples - 1), metrics=metrics)
+            self._position = position = Position(state=state, step=step, samples=samples, phase=phase)
+            progress.dispatched(result)
             if self.profiler.ends(step):
                 self._profile(step, train_step, progress)
+            # Before the evaluation, which may fail.
+            if self._due(step, self._config.checkpoint.every):
+                saves.start(progress, position)
             if self._due(step, config.eval_every) and self.data.eval_parts:
                 with progress.interrupted():
                     self._evaluate(state, step)
-            if self._due(step, self._config.checkpoint.every):
-                self._save(progress, position)
-            # A failed save is reported within a step, not at the next save.
-            with self._saving(step):
-                self.checkpoints.poll()
+            saves.poll(position)
             progress.step_over()
         progress.end()
         if self.profiler.tracing:
             self._profile(position.step, train_step, progress)
-        self._check_lock()
-        with self._phase("save", step=position.step):
-            with self._saving(position.step):
-                self.checkpoints.wait()
-            # A signal stopped the run between two saves, or the last save has failed, perhaps on one process only.
-            if self._saved < position.step or not true_on_all_processes(not self._has_failed):
-                self._check_and_save(position)
-            self.checkpoints.wait()
-        return position
 
-    def _exchange(self, position: Position) -> Callable[[State, int], tuple[State, int]]:
+    def _exchange(self, position: Position) -> Exchange:
         """A function from the state after a step to the state after its exchange, if one is due, and the number of steps since the last."""
         compiled, last = self.setup.compile_exchanges(), position.step - position.phase
 
@@ -203,19 +207,6 @@ class Loop:
 
         return exchange
 
-    def _save(self, progress: Progress, position: Position) -> None:
-        """Starts to save a position that training has reached, unless that has been done."""
-        step = position.step
-        if self._saved < step:
-            with progress.interrupted(), self._phase("save", step=step), self._saving(step):
-                self._check_and_save(position)
-
-    def _check_and_save(self, position: Position) -> None:
-        # A state that was trained on samples of a changed file must never become a checkpoint.
-        self.data.check()
-        self.checkpoints.save(self.setup.to_save(position.state), position.step, position.samples, position.phase)
-        self._saved, self._has_failed = position.step, False
-
     def _profile(self, step: int, train_step: Any, progress: Progress) -> None:
         known = {signal for parameter in self.setup.storage.model.parameters for signal in parameter.signals}
         with progress.interrupted(), self._phase("profile", step=step):
@@ -225,18 +216,6 @@ class Loop:
     def _phase(self, name: str, **details: Any) -> Iterator[None]:
         with self.watch.phase(name), self.records.phase(name, **details):
             yield
-
-    @contextlib.contextmanager
-    def _saving(self, step: int) -> Iterator[None]:
-        """Inside, a failed save is reported and training continues. Only at the last step SaveError ends the run."""
-        try:
-            yield
-        except SaveError as error:
-            self._has_failed = True
-            if step == self.num_steps:
-                raise
-            self.records.event("save_failed", time.time(), 0.0, step=step, why=str(error))
-            say(f"a checkpoint could not be saved: {error}. Training continues; {self.checkpoints.describe()}")
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.num_steps or (every > 0 and step % every == 0)

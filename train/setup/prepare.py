@@ -63,8 +63,10 @@ def prepare(
     objective = _objective(program, storage, config.train, layout, where)
     gradients = _gradient_sum(config.train.accumulate, layout, storage, is_wide=config.optimizer.gradients == "f32")
     make_optimizer = _optimizer(config.optimizer, program, storage, compute_type(config.model), code, where)
-    features = StepFeatures(spikes=config.train.skip_spikes, ema=config.train.ema)
     phases = _phases(layout, program, where)
+    # Late gradients that are not finite are part of the state before the update. Inside a phase one replica does not stop the others.
+    stops = config.train.on_nonfinite == "stop" and phases is None and not gradients.is_late
+    features = StepFeatures(spikes=config.train.skip_spikes, ema=config.train.ema, stops=stops)
     first = FirstState(
         init=program.init,
         storage=storage,

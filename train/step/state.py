@@ -23,11 +23,11 @@ OPTIONAL = frozenset(("losses", "average", "anchor", "momentum", "waiting"))
 class State:
     """The arrays that a run goes through its steps with. Also a tree of their shapes or shardings.
 
-    step: the number of steps so far. variables: everything but parameters that the model keeps from step to step, such as running
-    statistics and random keys. losses: the losses of the last steps for `train.skip_spikes`, f32[window], NaN for steps still to come.
-    average: the moving average of the parameters for `train.ema`, in f32. anchor, momentum: the parameters of the last exchange, if
-    `sync.every` is above 1, and the momentum of `sync.outer`. waiting: the gradients of each replica that the next step applies, if
-    `sync.late` is 1, [R, ...].
+    step: the number n of steps so far; ~n after an update that ends the run (`StepFeatures`). variables: everything but parameters that the
+    model keeps from step to step, such as running statistics and random keys. losses: the losses of the last steps for `train.skip_spikes`,
+    f32[window], NaN for steps still to come. average: the moving average of the parameters for `train.ema`, in f32. anchor, momentum: the
+    parameters of the last exchange, if `sync.every` is above 1, and the momentum of `sync.outer`. waiting: the gradients of each replica
+    that the next step applies, if `sync.late` is 1, [R, ...].
     """
 
     step: jax.Array

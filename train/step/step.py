@@ -30,13 +30,23 @@ StepFn = Callable[[State, Arrays, jax.Array], tuple[State, dict[str, jax.Array]]
 
 @dataclass(frozen=True, kw_only=True)
 class StepFeatures:
-    """Features of a step that keep arrays from step to step: skipped spikes of the loss, and an average of the parameters.
+    """Features of a step that look beyond it: skipped spikes of the loss, an average of the parameters, and the end of a run.
 
-    ema: the decay of the average, if the run has one.
+    ema: the decay of the average, if the run has one. stops: an update that is not finite is the run's last. The host learns of it when it
+    has dispatched more steps, so these change nothing, and the state remains that before the update, with ~n instead of n for `step`.
     """
 
     spikes: SpikesConfig | None = None
     ema: float | None = None
+    stops: bool = False
+
+    def is_good(self, step: jax.Array, finite: jax.Array) -> jax.Array:
+        """Whether an update may be applied. step: the state's. finite: whether loss and gradient are."""
+        return finite & (step >= 0) if self.stops else finite
+
+    def next_step(self, step: jax.Array, good: jax.Array) -> jax.Array:
+        """The state's `step` after an update."""
+        return jnp.where(good, step + 1, jnp.minimum(step, ~step)) if self.stops else step + 1
 
     def first_losses(self) -> jax.Array | None:
         """The window of losses before the first step."""
@@ -46,22 +56,22 @@ class StepFeatures:
         """The average before the first step."""
         return None if self.ema is None else jax.tree.map(lambda p: p.astype(jnp.float32), params)
 
-    def judge(self, losses: jax.Array | None, step: jax.Array, loss: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Whether to apply a step's update, and the window of losses after the step. finite: whether the loss is."""
+    def judge(self, losses: jax.Array | None, step: jax.Array, loss: jax.Array, good: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Whether to apply a step's update, and the window of losses after the step. good: whether it may be applied."""
         if self.spikes is None or losses is None:
-            return finite, losses
+            return good, losses
         # A spike enters the window. If the loss stays high, it is soon no longer a spike.
-        applied = finite & ~_is_spike(loss, losses, self.spikes.deviations)
+        applied = good & ~_is_spike(loss, losses, self.spikes.deviations)
         # A ring buffer. A loss that is not finite does not enter it: NaN means a step still to come.
-        return applied, jnp.where(finite, losses.at[step % self.spikes.window].set(loss), losses)
+        return applied, jnp.where(good, losses.at[step % self.spikes.window].set(loss), losses)
 
     def averaged(self, average: Tree | None, params: Tree, step: jax.Array, applied: jax.Array) -> Tree | None:
         """The average after a step, from the new parameters."""
         if self.ema is None:
             return None
         # As TensorFlow's ExponentialMovingAverage with num_updates: a short run's average would otherwise be its first parameters.
-        weight = jnp.where(applied, 1 - jnp.minimum(self.ema, (1 + step) / (10 + step)), 0.0)
-        return jax.tree.map(lambda a, p: a + weight * (p.astype(jnp.float32) - a), average, params)
+        weight = 1 - jnp.minimum(self.ema, (1 + step) / (10 + step))
+        return jax.tree.map(lambda a, p: jnp.where(applied, a + weight * (p.astype(jnp.float32) - a), a), average, params)
 
 
 _NO_FEATURES = StepFeatures()
@@ -81,8 +91,8 @@ def make_train_step(
     gradients: adds up the gradient of the whole batch. clips: whether the gradient that the optimizer gets has at most the norm of the
     settings; grad_norm is the norm before.
 
-    applied is false if the loss or the gradient is not finite or the loss is a spike: parameters, variables and optimizer state
-    then stay the same, while state.step counts the step.
+    applied is false if the loss or the gradient is not finite, the loss is a spike, or an earlier update was the run's last: parameters,
+    variables and optimizer state then stay the same, while state.step counts the step, unless the run ends.
     """
 
     def train_step(state: State, batch: Arrays, numbers: jax.Array) -> tuple[State, dict[str, jax.Array]]:
@@ -100,7 +110,8 @@ def make_train_step(
             norm = optax.tree.norm(gradient)
             # A single element that is not finite makes the norm so. A late gradient is not this loss's.
             finite = jnp.isfinite(norm) if gradients.is_late else jnp.isfinite(value) & jnp.isfinite(norm)
-            applied, losses = features.judge(state.losses, state.step, value, finite)
+            good = features.is_good(state.step, finite)
+            applied, losses = features.judge(state.losses, state.step, value, good)
             if clips:
                 # As optax.clip_by_global_norm, which would compute the norm again.
                 factor = jnp.where(norm < settings.clip, 1.0, settings.clip / norm)
@@ -112,7 +123,8 @@ def make_train_step(
             variables = jax.tree.map(lambda new, old: jnp.where(applied, new, old), variables, state.variables)
             average = features.averaged(state.average, params, state.step, applied)
             metrics = more | {name: mean_of_parts(*pair, gradients.parts) for name, pair in part.metrics.items()}
-        after = State(state.step + 1, params, opt_state, variables, losses=losses, average=average, waiting=waiting)
+        step = features.next_step(state.step, good)
+        after = State(step, params, opt_state, variables, losses=losses, average=average, waiting=waiting)
         return after, {"loss": value, "grad_norm": norm, "applied": applied, **metrics}
 
     return train_step

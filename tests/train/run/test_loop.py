@@ -97,11 +97,12 @@ def test_a_run_that_is_stopped_after_a_failed_save_saves_once_more(tiny, monkeyp
 
 
 def test_a_run_whose_last_save_fails_has_failed(tiny, monkeypatch, capsys):
-    full_at(monkeypatch, 2)
+    full_at(monkeypatch, *range(2, 1000))
     run = tiny("train.steps=4", "checkpoint.every=2")
     with pytest.raises(SaveError, match="but 0 B are free"):
         train(run)
     out, err = capsys.readouterr()
+    assert "It is the last one, and is tried again in 1 s" in err or "This was the last try" in err
     assert "the run failed; the newest checkpoint is from step 2" in err
     assert "Checkpoint of step 4" not in out
 
