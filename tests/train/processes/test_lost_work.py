@@ -4,6 +4,7 @@ After each end the same command resumes the run, which then has the losses of an
 """
 
 import contextlib
+import itertools
 import signal
 import time
 
@@ -139,5 +140,5 @@ def test_a_killed_run_loses_the_work_since_the_last_checkpoint_by_time(start, tm
     saved = [row["time"] for row in rows(run / "events.jsonl") if row["phase"] == "save"]
     last = max(row["time"] for row in rows(run / "metrics.jsonl"))
     assert last - saved[-1] < 5
-    assert all(3 > later - earlier > 0.9 for earlier, later in zip(saved, saved[1:], strict=False))
+    assert all(3 > later - earlier > 0.9 for earlier, later in itertools.pairwise(saved))
     resumed(start, run, count=count, steps=max(losses(run)) + 5)
