@@ -40,7 +40,7 @@ from .sample import sample_text, terminal_text
 from .saves import Saves
 from .start import Feed, Position, Start
 
-Exchange = Callable[[State, int], tuple[State, int]]
+_Exchange = Callable[[State, int], tuple[State, int]]
 """From the state after a step and its number to the state after its exchange, and the number of steps since the last exchange."""
 
 _QUICK_SECONDS = 5.0
@@ -156,7 +156,7 @@ class Loop:
         saves.finish(self._position)
         return self._position
 
-    def _train(self, train_step: Any, exchange: Exchange, progress: Progress, saves: Saves) -> None:
+    def _train(self, train_step: Any, exchange: _Exchange, progress: Progress, saves: Saves) -> None:
         """Trains from the position of this object, which each step replaces, to the last step, or until a signal stops the run."""
         config, position = self._config.train, self._position
         # The feed has no end, so the range of steps decides.
@@ -193,7 +193,7 @@ class Loop:
         if self.profiler.tracing:
             self._profile(position.step, train_step, progress)
 
-    def _exchange(self, position: Position) -> Exchange:
+    def _exchange(self, position: Position) -> _Exchange:
         """A function from the state after a step to the state after its exchange, if one is due, and the number of steps since the last."""
         compiled, last = self.setup.compile_exchanges(), position.step - position.phase
 
