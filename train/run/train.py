@@ -36,8 +36,8 @@ from ..records.sink import describe_lost
 from ..records.step_range import StepRange
 from ..records.summary import describe_data, describe_size, describe_start, describe_sync
 from ..setup import Setup, prepare
+from ..setup.fit import compiled_to_fit, with_remat
 from .faults import Faults
-from .fit import compiled_to_fit, with_remat
 from .folder import InUseError, Lock, lock_folder, move_earlier_run
 from .history import begin_folder
 from .identity import Resume, check_data, fingerprints

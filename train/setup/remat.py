@@ -30,7 +30,7 @@ Remat = str | tuple[str, ...]
 """A value of `train.remat`: `none`, `matmuls`, `attention`, `block`, or names of tensors to keep."""
 
 AUTO = "auto"
-"""The value of `train.remat` that leaves the setting to `train.run.fit`."""
+"""The value of `train.remat` that leaves the setting to `train.setup.fit`."""
 
 ATTENDED = "heads"
 """The name of attention's result."""

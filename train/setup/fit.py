@@ -15,8 +15,8 @@ import jax
 from jgt.planner import Target
 
 from ..processes.processes import true_on_all_processes
-from ..setup import AUTO, Remat, Setup
-from ..setup.remat import remat_settings
+from .remat import AUTO, Remat, remat_settings
+from .setup import Setup
 
 
 def with_remat(setup: Setup, again: Callable[[Remat], Setup], fits: Callable[[Setup], Setup | None]) -> Setup:
