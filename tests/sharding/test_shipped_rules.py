@@ -42,7 +42,7 @@ def setup_of(rules, kind):
 def facts():
     for rules in MESHES:
         for kind in ("llama",) if rules == "experts" else ("llama", "gpt"):
-            for p in setup_of(rules, kind).placement.parameters:
+            for p in setup_of(rules, kind).storage.model.parameters:
                 state = "" if p.optimizer_dims == p.dims else f" state {show_dims(p.optimizer_dims)}"
                 yield f"{rules} {kind} {p.path} {','.join(p.signals)} {p.spec}{state}"
 
