@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 
 from jgt.document import InputError
 
-from ..config import Run
 from .request import Request, parser, read_request
 
 if TYPE_CHECKING:
     from jgt import Plan
-    from jgt.planner import Target
+    from jgt.planner import Budget, Target
 
     from ..search.plans import Answer, RunFile
     from .sync import Exchange, SyncPolicy
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if len(plans) == 2:
         return _compare(arguments, plans)
-    return _report(arguments, plans[0], exchange, request.runs[0], locked)
+    return _report(arguments, plans[0], exchange, request.runs[0].budget, locked)
 
 
 def _answer(file: RunFile, target: Target) -> Answer:
@@ -70,7 +69,7 @@ def _answer(file: RunFile, target: Target) -> Answer:
     return make.answer(file, target)
 
 
-def _report(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None, run: Run, locked: str | None) -> int:
+def _report(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None, budget: Budget, locked: str | None) -> int:
     """Writes a plan where the options say, and compares it with the budget and the lock. Returns the exit code."""
     from jgt.planner import Report
 
@@ -82,7 +81,7 @@ def _report(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None
         Path(arguments.lock).write_text(Report(plan).lock, encoding="utf-8")
         print(f"Wrote {arguments.lock}", file=sys.stderr)
     # The lock is compared even if the budget is exceeded: one run of the command shows everything.
-    problems = run.budget.overruns(plan)
+    problems = budget.overruns(plan)
     if locked is not None and (lines := Report(plan).changes(locked)):
         problems.append(
             f"{arguments.check}: the plan has changed (- lock, + plan). If the change is intended, update it with --lock {arguments.check}"
@@ -117,7 +116,7 @@ def _compare_policies(arguments: argparse.Namespace, request: Request) -> int:
         raise InputError([f"{run.root.where}: --sync needs the axis of a section sync:. Add it, for example '{example}'"])
     refused: list[str] = []
     plans: list[tuple[SyncPolicy, Plan, Plan | None]] = []
-    for policy in policies(run):
+    for policy in policies(run.config):
         try:
             one = request.files[0].adding(policy.override).load()
             exchange = make_exchange(one, request.target)

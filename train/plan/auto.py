@@ -18,7 +18,7 @@ from typing import Any
 from jgt.document import InputError, read_bytes
 from jgt.planner import Target
 
-from ..config import Run
+from ..config import Config, Run
 from ..run.folder import CHOICE, write_whole
 from ..search.plans import Plans, RunFile, in_process, plans_folder
 from ..search.search import LayoutSearch, Try
@@ -110,7 +110,7 @@ def reasons(target: Target, ranked: Sequence[Try], planned: int) -> list[str]:
 
 def target_at_hand(run: Run, where: str) -> Target:
     """The devices of this machine as a target. Raises InputError for devices without times."""
-    count, kind = _devices(run, where)
+    count, kind = _devices(run.config, where)
     try:
         # The times of a CPU are rough, and measured steps decide.
         return Target.of_devices(kind, count)
@@ -118,10 +118,10 @@ def target_at_hand(run: Run, where: str) -> Target:
         raise InputError([f"{where}: layouts cannot be compared: {problem}" for problem in error.problems]) from None
 
 
-def _devices(run: Run, where: str) -> tuple[int, str]:
+def _devices(config: Config, where: str) -> tuple[int, str]:
     """The number of devices that this process will have, and JAX's name of their kind."""
-    if run.config.devices.virtual_cpu is not None:
-        return run.config.devices.virtual_cpu, "cpu"
+    if config.devices.virtual_cpu is not None:
+        return config.devices.virtual_cpu, "cpu"
     try:
         # In this process JAX must not start yet.
         return in_process(devices_at_hand)

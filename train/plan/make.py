@@ -59,7 +59,7 @@ def make_plan(run: Run, target: Target | None, *, price: float | None = None) ->
 
 def _workload(setup: Setup, price: float | None) -> Workload:
     """The facts about a step that its program does not contain."""
-    config, per_sample = setup.run.config, tokens_per_sample(setup)
+    config, per_sample = setup.run.config, tokens_per_sample(setup.batch_shapes)
     tokens = None if per_sample is None else per_sample * config.train.batch
     flops = None if tokens is None else tokens * config.model.flops_per_token(setup.num_parameters)
     return Workload(tokens=tokens, flops=flops, pipeline=setup.run.pipeline, price=price)

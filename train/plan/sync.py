@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from jgt import Console, Plan, amount
 
-from ..config import Run
+from ..config import Config
 
 _SCALES = 1 + 4 / 256
 """Bytes of a number in int8 with its share of the scale of its block."""
@@ -89,12 +89,12 @@ class SyncPolicy:
         return f"sync={{axis: {self.axis}, wire: {self.wire}{more}}}"
 
 
-def policies(run: Run) -> list[SyncPolicy]:
+def policies(config: Config) -> list[SyncPolicy]:
     """The policies in the table: gradients in each step or one step late, and exchanges in as many fragments as the run has."""
-    sync = run.config.sync
+    sync = config.sync
     assert sync is not None
     # A run that skips spikes cannot have late gradients.
-    lates = (0, 1) if run.config.train.skip_spikes is None else (0,)
+    lates = (0, 1) if config.train.skip_spikes is None else (0,)
     of_gradients = [SyncPolicy(axis=sync.axis, wire=wire, late=late) for late in lates for wire in WIRES]
     every = max(2, sync.fragments)
     return [*of_gradients, *(SyncPolicy(axis=sync.axis, wire=wire, every=every, fragments=sync.fragments) for wire in WIRES)]

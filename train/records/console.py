@@ -17,9 +17,10 @@ from typing import Any, TextIO, cast
 
 from jax.sharding import Mesh
 
-from jgt import Console, PipelineConfig, amount
+from jgt import Console, PipelineConfig, Storage, amount
 
 from ..setup import AUTO, Setup
+from ..setup.program import ModelProgram
 from .line import step_line
 from .sink import Stdout
 
@@ -54,7 +55,7 @@ class Screen:
 
     def setup(self, setup: Setup) -> None:
         """Prints the mesh, the attention kernel, the pipeline, and each parameter with its spec and its bytes per device."""
-        lines = [describe_mesh(setup), describe_kernels(setup)]
+        lines = [describe_mesh(setup), describe_kernels(setup.program)]
         if setup.run.config.train.remat == AUTO:
             lines.append(f"Recompute: {setup.program.remat}, by train.remat: auto")
         if setup.run.pipeline is not None:
@@ -75,7 +76,7 @@ class Screen:
         if sum(max(map(len, [name, *texts])) + 2 for name, texts in columns.items()) - 2 > self._console.width:
             del columns["shape"]
         self.table("Parameters", list(columns), list(map(list, zip(*columns.values(), strict=True))), numbers=1)
-        for line in describe_storage(setup):
+        for line in describe_storage(setup.storage):
             self.say(line)
 
     def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
@@ -116,19 +117,18 @@ def describe_pipeline(pipeline: PipelineConfig, num_stages: int) -> str:
     )
 
 
-def describe_kernels(setup: Setup) -> str:
+def describe_kernels(program: ModelProgram) -> str:
     """A line with the kernels of attention and of experts, the reasons for them, and the number of chunks of the loss."""
-    program = setup.program
     chunks = "" if program.loss_chunks == 1 else f"; loss in {program.loss_chunks} chunks of the sequence"
     experts = f"; experts: {program.grouped}" if program.grouped else ""
     return f"Attention: {program.attention.text}{experts}{chunks}" if program.attention is not None else ""
 
 
-def describe_storage(setup: Setup) -> Iterator[str]:
+def describe_storage(storage: Storage) -> Iterator[str]:
     """Lines about parameters that are stored in another form than the model's."""
-    if finely := setup.storage.spread:
+    if finely := storage.spread:
         yield f"{len(finely)} parameters are stored like their optimizer state between steps, and gathered at the start of each"
-    for form in setup.storage.padded:
+    for form in storage.padded:
         model, stored = (list(place.shape) for place in (form.model, form.stored))
         more = math.prod(stored) / math.prod(model) - 1
         yield f"{form.model.path} {model} is stored as {stored}, because its axes do not divide it: {more:.1%} more, all zero"

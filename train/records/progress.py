@@ -108,7 +108,7 @@ class Progress:
         says = jax.process_index() == 0 or setup.phases is not None
         self._guard = UpdateGuard(self._config.train, records, enabled=says)
         self._dispatched, self._total = done, setup.run.steps
-        self._epoch_samples, self._tokens = epoch_samples, tokens_per_sample(setup)
+        self._epoch_samples, self._tokens = epoch_samples, tokens_per_sample(setup.batch_shapes)
         model, peak = self._config.model, peak_flops(jax.devices()[0].device_kind)
         self._flops = None if self._tokens is None else self._tokens * model.flops_per_token(setup.num_parameters)
         """The FLOPs of a sample."""

@@ -44,7 +44,7 @@ def describe_start(folder: Path) -> str:
 
 def describe_size(setup: Setup) -> str:
     """The number of parameters, and the work of a step."""
-    train, tokens = setup.run.config.train, tokens_per_sample(setup)
+    train, tokens = setup.run.config.train, tokens_per_sample(setup.batch_shapes)
     step = f"{train.batch:,} samples" if tokens is None else f"{train.batch * tokens:,} tokens ({train.batch:,} x {tokens:,})"
     return f"Model: {setup.num_parameters:,} parameters. A step is {step}"
 
@@ -67,9 +67,9 @@ def describe_sync(setup: Setup) -> Iterator[str]:
     yield f"{line} parameters every {sync.every} steps{parts}, as {sync.wire}. A checkpoint has the state of each: {amount(size, 'B')}"
 
 
-def tokens_per_sample(setup: Setup) -> int | None:
-    """The tokens of a sample; None if the inputs of the model are not tokens."""
-    inputs = setup.batch_shapes.get("inputs")
+def tokens_per_sample(batch: Mapping[str, jax.ShapeDtypeStruct]) -> int | None:
+    """The tokens of a sample; None if the inputs of the model are not tokens. batch: the arrays of a batch."""
+    inputs = batch.get("inputs")
     is_text = inputs is not None and len(inputs.shape) == 2 and jnp.issubdtype(inputs.dtype, jnp.integer)
     return inputs.shape[1] if is_text and inputs is not None else None
 

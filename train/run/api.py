@@ -29,6 +29,7 @@ from ..code.files import COPY, Code, read_code
 from ..code.names import exits_are_failures
 from ..compiled import programs_on_trial
 from ..config import Run
+from ..models.model import Model
 from ..processes.processes import start_jax
 from ..report.rows import read_metrics
 from ..setup import Setup, prepare
@@ -71,7 +72,7 @@ class RunResult:
     def model(self) -> Any:
         """The trained module, as it is evaluated."""
         params = self.state.params if self.state.anchor is None else self.state.anchor
-        return _module(self.setup, self.setup.model_params(params), self.setup.eval_variables(self.state))
+        return _module(self.setup.program.model, self.setup.model_params(params), self.setup.eval_variables(self.state))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ class Loaded:
     @property
     def model(self) -> Any:
         """The module with these arrays: an nnx.Module, or a bound module of linen."""
-        return _module(self.setup, self.params, self.variables)
+        return _module(self.setup.program.model, self.params, self.variables)
 
 
 @exits_are_failures()
@@ -171,8 +172,8 @@ def load_model(
     return Loaded(setup=setup, params=setup.model_params(params), variables=variables, step=saved.manifest.step)
 
 
-def _module(setup: Setup, params: Any, variables: Any) -> Any:
-    module, _ = setup.program.model.run(lambda module: module, params, variables, False)
+def _module(model: Model, params: Any, variables: Any) -> Any:
+    module, _ = model.run(lambda module: module, params, variables, False)
     return module
 
 

@@ -21,7 +21,7 @@ from jgt import document
 from jgt.document import Node, shown
 
 from ..checkpoint.steps import remove
-from ..code.files import COPY
+from ..code.files import COPY, Code
 from ..config import Run
 from .folder import CONFIG, CONFIGS, DATA, write_whole
 from .identity import code_of
@@ -92,17 +92,17 @@ def begin_folder(run: Run, data: Mapping[str, Any]) -> None:
     for name, text in config_texts(run, data).items():
         if not (folder / name).exists():
             write_whole(folder / name, text)
-    _keep_code(run, folder)
+    _keep_code(run.code, folder)
 
 
-def _keep_code(run: Run, folder: Path) -> None:
+def _keep_code(code: Code, folder: Path) -> None:
     """Copies the user's own code into the run directory. An earlier copy of other code stays, under a number."""
-    if not run.code.files or code_of(folder) == run.code.checksum:
+    if not code.files or code_of(folder) == code.checksum:
         return
     new = folder / f"{COPY}.new"
     remove(new)
     # If a file cannot be copied, the earlier copy stays.
-    run.code.copy(new)
+    code.copy(new)
     if (folder / COPY).is_dir():
         earlier = (folder / f"{COPY}.{number}" for number in itertools.count(1))
         (folder / COPY).rename(next(path for path in earlier if not path.exists()))

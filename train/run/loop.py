@@ -100,7 +100,7 @@ class Loop:
         lost = {"lost": lost} if (lost := lost_records(self.screen, self.records)) else {}
         self.records.event("stop", time.time(), 0.0, step=position.step, why=why, **lost)
         if position.step > first and self.lock is not None:
-            tokens, samples = tokens_per_sample(self.setup), position.samples
+            tokens, samples = tokens_per_sample(self.setup.batch_shapes), position.samples
             tokens = None if tokens is None else tokens * samples
             for line in describe_end(self._config.run.path, seconds=time.perf_counter() - begun, tokens=tokens, samples=samples):
                 self.screen.say(line)

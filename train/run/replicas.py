@@ -6,6 +6,7 @@ continue with their mean. In the middle of a phase the replicas differ, and only
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,6 @@ from jgt.document import InputError
 from ..checkpoint.restore import restore_parts
 from ..checkpoint.saved import SavedStep, UnusableError
 from ..command_line import may_have_fewer
-from ..config import Run
 from ..setup import Setup
 from ..setup.state import COMPILED_ONCE, without_arrays
 from ..step.state import State
@@ -31,7 +31,7 @@ def saved_replicas(saved: SavedStep) -> int:
     return shapes[f"params/{anchors[0].removeprefix('anchor/')}"][0] if anchors else 0
 
 
-def check_phase(run: Run, saved: SavedStep, replicas: int) -> None:
+def check_phase(where: Callable[[str], str], saved: SavedStep, replicas: int) -> None:
     """Raises InputError if a checkpoint is in the middle of a phase of another number of replicas than this run's.
 
     Where the launcher may have changed the number, the error is UnusableError, so that the start takes an older checkpoint.
@@ -42,10 +42,10 @@ def check_phase(run: Run, saved: SavedStep, replicas: int) -> None:
     inside = f"is in the middle of a phase, {since} step{'s' * (since > 1)} after an exchange"
     if may_have_fewer():
         raise UnusableError(saved.folder, f"{inside}, with {before} replicas, but there are {replicas} now")
-    where = f"{run.where('sync.axis')}: sync.axis" if replicas else f"{run.where('sync')}: sync"
+    key = "sync.axis" if replicas else "sync"
     remedy = f"Resume with {before} up to an exchange, or to the end of the run, and change it then"
     here = f"with {before} replicas, but this run has {replicas or 'no'} replicas"
-    raise InputError([f"{where}: {saved.folder} {inside}, {here}. {remedy}"])
+    raise InputError([f"{where(key)}: {key}: {saved.folder} {inside}, {here}. {remedy}"])
 
 
 def lifted_shapes(one: State, shardings: State, replicas: int, *, momentum: bool) -> tuple[State, State]:

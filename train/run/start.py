@@ -148,7 +148,7 @@ def restore_state(setup: Setup, saved: SavedStep) -> State:
     switched on starts at the parameters. Late gradients, and the momentum of the outer step, start at zero.
     """
     before, now = saved_replicas(saved), 0 if setup.phases is None else setup.phases.replicas.count
-    check_phase(setup.run, saved, now)
+    check_phase(setup.run.where, saved, now)
     if before == now:
         shapes, shardings = setup.saved_shapes, setup.saved_shardings
     else:

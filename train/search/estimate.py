@@ -25,7 +25,7 @@ import numpy as np
 from jgt import MeshSizes
 from jgt.planner import Target
 
-from ..config import Run
+from ..config import Config
 from .columns import Columns, Numbers
 from .layout import Candidate
 from .plans import Answer
@@ -62,9 +62,9 @@ class Step:
     logits_bytes: float
 
     @classmethod
-    def of(cls, candidate: Candidate, plan: Answer, run: Run) -> Step:
-        """The figures that a plan shows, of one of the candidate's parts of the batch. run: it says the sizes of the model."""
-        model, parts = run.config.model, candidate.accumulate
+    def of(cls, candidate: Candidate, plan: Answer, config: Config) -> Step:
+        """The figures that a plan shows, of one of the candidate's parts of the batch."""
+        model, parts = config.model, candidate.accumulate
         devices = candidate.size(axis for axis, _ in candidate.mesh)
         # Without their number: parameters are f32, as the trainer stores them, and split over all axes that do not hold copies.
         parameters = plan.parameters or plan.parameter_bytes * devices / candidate.size(candidate.roles.copies) / WIDE

@@ -133,7 +133,7 @@ class LayoutSearch:
             part = () if one.accumulate == 1 else ("train.accumulate=1", f"train.batch={one.rows_at_once}")
             plan = self.ask(index, *part).result()
             if not plan.problems:
-                self.estimator = Estimator(Step.of(one, plan, self.opened.run), self.target, self.space)
+                self.estimator = Estimator(Step.of(one, plan, self.opened.run.config), self.target, self.space)
                 if one.accumulate == 1:
                     self._take(index, plan, None)
                 return

@@ -137,9 +137,9 @@ def test_refused_where_the_file_says_so(made):
 
 
 def test_the_start_says_what_is_padded(made, capsys):
-    lines = list(describe_storage(made(*MESHES["tensor x fsdp"])))
+    lines = list(describe_storage(made(*MESHES["tensor x fsdp"]).storage))
     assert "embed/embedding [257, 48] is stored as [264, 48], because its axes do not divide it: 2.7% more, all zero" in lines
-    (line,) = [line for line in describe_storage(made(*MESHES["zero1 on 3"])) if "like their" in line]
+    (line,) = [line for line in describe_storage(made(*MESHES["zero1 on 3"]).storage) if "like their" in line]
     assert line == "12 parameters are stored like their optimizer state between steps, and gathered at the start of each"
 
 
