@@ -58,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             say(str(error))
             code = error.code if isinstance(error, EndError) else Exit.FAILED
         except BaseException:
-            # stderr may be closed; the exit code remains.
-            with contextlib.suppress(OSError, ValueError):
-                traceback.print_exc()
+            say_lines([traceback.format_exc().rstrip("\n")])
             code = Exit.FAILED
         # Only after an error. A run that ended well has its peers, and JAX's own shutdown can wait for them.
         if "jax" in sys.modules:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jgt import CommandParser
-from jgt.document import InputError, read_bytes
+from jgt.document import InputError, read_bytes, shown
 
 
 class Exit(enum.IntEnum):
@@ -214,9 +214,10 @@ def say(text: str, *, who: str = "jgt") -> None:
 
 
 def say_lines(lines: Iterable[str]) -> None:
-    """Prints lines on stderr as they are, if it works."""
+    """Prints lines on stderr, if it works. Control characters, which a terminal would obey, become escapes."""
+    parts = [shown(part, sys.maxsize, quotes=False) for line in lines for part in line.split("\n")]
     with contextlib.suppress(OSError, ValueError):
-        _STDERR.write("".join(f"{line}\n" for line in lines))
+        _STDERR.write("".join(f"{part}\n" for part in parts))
 
 
 def settle_streams() -> None:

@@ -41,6 +41,11 @@ def test_a_stream_is_written_without_a_further_thread(tmp_path, monkeypatch):
     assert (tmp_path / "f").read_text() == "one\ntwo\n" and stream.lost == 0
 
 
+def test_a_line_for_a_person_has_escapes_for_control_characters(capsys):
+    say("a\x1b]0;title\x07\nb")
+    assert capsys.readouterr().err == "jgt: a\\x1b]0;title\\x07\nb\n"
+
+
 def test_a_record_is_written_whole_or_not_at_all(tmp_path, half, capsys):
     lines = Sink("a file", AppendedFile(tmp_path / "f").write)
     lines.put(b"one\n")
