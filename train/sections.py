@@ -190,7 +190,7 @@ class CheckpointConfig:
 
     every: steps between checkpoints. 0: none by steps.
     minutes: the most minutes from one checkpoint to the next. null: none by time. There is always one at the end.
-    keep: the number of newest checkpoints that are not deleted.
+    keep: the number of newest checkpoints that are not deleted. null: 3, or fewer if the disk has no room for another one.
     sha256: adds a SHA-256 to the CRC-32 of every file. It takes ten times as long to compute.
     key: a file, or env:NAME for a variable of the environment, with the key that signs manifests. It implies sha256.
     weights: another run's directory, or one of its checkpoints. A new run starts with its parameters and statistics.
@@ -199,7 +199,7 @@ class CheckpointConfig:
 
     every: Natural = 0
     minutes: Annotated[float, Bound(above=0, high=1_000_000)] | None = 10.0
-    keep: Count = 3
+    keep: Count | None = None
     sha256: bool = False
     key: LocalPath | None = None
     weights: LocalPath | None = None

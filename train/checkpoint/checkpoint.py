@@ -28,8 +28,8 @@ import orbax.checkpoint as ocp
 
 from jgt import amount
 
-from ..command_line import EndError
-from ..processes.processes import true_on_all_processes
+from ..command_line import EndError, say
+from ..processes.processes import number_of_first_process, true_on_all_processes
 from ..sections import CheckpointConfig
 from ..step.state import State
 from .disk import DiskError, describe
@@ -39,6 +39,8 @@ from .saved import Search, array_entries
 from .signature import read_key
 from .steps import Steps
 
+_KEPT = 3
+"""How many steps remain where `checkpoint.keep` does not say it, if they have room."""
 _ROOM = 1.1
 """Free space that a save needs, as a multiple of its arrays: Orbax adds metadata, and blocks of files are rounded up."""
 
@@ -68,7 +70,7 @@ class Checkpoints:
         self._steps = Steps(folder, key)
         # A signature covers a file only by its SHA-256.
         self._sha256 = config.sha256 or key is not None
-        self._keep = config.keep
+        self._keep, self._may_keep_fewer = config.keep or _KEPT, config.keep is None
         self._mesh, self._fingerprints = dict(mesh or {}), dict(fingerprints or {})
         self._free, self._is_ours = free, is_ours
         self._is_first = jax.process_index() == 0
@@ -109,7 +111,11 @@ class Checkpoints:
         """
         arrays = array_entries(state.arrays())
         # After a failed save the free space is not asked for: the leftovers of that save still take it.
-        failure = self._finish_last_save() or self._owner_problem() or self._space_problem(state)
+        failure = self._finish_last_save() or self._owner_problem()
+        space = None if failure else self._space_problem(state)
+        if not true_on_all_processes(space is None) and number_of_first_process(self._remove_oldest()):
+            space = None if failure else self._space_problem(state)
+        failure = failure or space
         # A process that skipped the save alone would leave the others waiting in Orbax's collectives.
         if not true_on_all_processes(failure is None):
             self._abandon()
@@ -185,6 +191,15 @@ class Checkpoints:
 
     def _owner_problem(self) -> OSError | None:
         return None if self._is_ours() else OSError(f"the run directory of {self._steps.folder} no longer belongs to this run")
+
+    def _remove_oldest(self) -> int:
+        """Removes the oldest step for a new one, unless it is the newest or the config asks for it. Returns the number of removed steps."""
+        with contextlib.suppress(OSError):
+            if self._is_first and self._may_keep_fewer and self._is_ours() and len(listed := self._steps.listed()) > 1:
+                say(f"the disk has no room, so the checkpoint of step {listed[0]} is removed for the next one")
+                self._steps.retire(len(listed) - 1)
+                return 1
+        return 0
 
     def _space_problem(self, state: State) -> OSError | None:
         """Why this process's part of a save does not fit on the disk; None if it does."""

@@ -1,5 +1,6 @@
 """Checkpoints of a small state are restored bit for bit on any layout, and the newest ones are kept."""
 
+import contextlib
 import shutil
 import threading
 from dataclasses import replace
@@ -218,6 +219,20 @@ def test_a_foreign_checkpoint_is_read_and_not_touched(checkpoints, tmp_path):
     assert find_checkpoint(run / "checkpoints" / "1")[0].folder == run / "checkpoints" / "1"
     assert find_checkpoint(tmp_path / "nowhere") == (None, [])
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["1", "2"]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, [2, 3]), (3, [1, 2])])
+def test_a_full_disk_costs_the_oldest_step_unless_the_config_asks_for_it(tmp_path, monkeypatch, capsys, keep, left):
+    usage = shutil.disk_usage(tmp_path)
+    full = lambda _: usage._replace(free=0 if (tmp_path / "1").is_dir() and (tmp_path / "2").is_dir() else usage.free)  # noqa: E731
+    monkeypatch.setattr("train.checkpoint.checkpoint.shutil.disk_usage", full)
+    with contextlib.closing(Checkpoints(tmp_path, CheckpointConfig(keep=keep))) as opened:
+        for step in (1, 2, 3):
+            with pytest.raises(SaveError, match="but 0 B are free") if (step, keep) == (3, 3) else contextlib.nullcontext():
+                opened.save(state_on(PartitionSpec()), step, samples=step)
+            opened.wait()
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == left
+    assert ("the disk has no room, so the checkpoint of step 1 is removed for the next one" in capsys.readouterr().err) == (keep is None)
 
 
 def test_a_save_that_finds_no_room_is_told_and_leaves_nothing(checkpoints, tmp_path, monkeypatch):

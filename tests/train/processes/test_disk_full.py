@@ -24,7 +24,7 @@ def run_on(tiny, small_disk, monkeypatch):
             plain(self, state, step, *more)
 
         monkeypatch.setattr(Checkpoints, "save", save)
-        run = tiny(f"run.dir={small_disk / 'run'}", "train.steps=10", "checkpoint.every=1")
+        run = tiny(f"run.dir={small_disk / 'run'}", "train.steps=10", "checkpoint.every=1", "checkpoint.keep=3")
         train(run)
         return run.config.run.path
 

@@ -170,7 +170,7 @@ def clocked(monkeypatch):
 
 
 def test_a_run_saves_every_ten_minutes(clocked):
-    assert CheckpointConfig() == CheckpointConfig(every=0, minutes=10.0, keep=3)
+    assert CheckpointConfig() == CheckpointConfig(every=0, minutes=10.0, keep=None)
     assert clocked() == [10, 20, 30]
 
 
