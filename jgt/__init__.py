@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from jgt.pipeline.config import PipelineConfig as PipelineConfig
     from jgt.pipeline.staging import Pipeline
     from jgt.planner.plan import Plan, plan
-    from jgt.replacements.experts.experts import exchange_at as exchange_at
-    from jgt.replacements.experts.grouped import mosaic_obstacle as mosaic_obstacle
+    from jgt.replacements.experts.experts import Experts as Experts
     from jgt.replacements.gradients import sum_of_groups as sum_of_groups
     from jgt.replacements.layers import recomputed as recomputed
     from jgt.replacements.replicas import Replicas as Replicas
@@ -57,8 +56,7 @@ _NAMES = {
     "jgt.pipeline.config": ("PipelineConfig",),
     "jgt.pipeline.staging": ("Pipeline",),
     "jgt.planner.plan": ("Plan", "plan"),
-    "jgt.replacements.experts.experts": ("exchange_at",),
-    "jgt.replacements.experts.grouped": ("mosaic_obstacle",),
+    "jgt.replacements.experts.experts": ("Experts",),
     "jgt.replacements.gradients": ("sum_of_groups",),
     "jgt.replacements.layers": ("recomputed",),
     "jgt.replacements.replicas": ("Replicas",),

@@ -173,8 +173,7 @@ def load_model(
 
 
 def _module(model: Model, params: Any, variables: Any) -> Any:
-    module, _ = model.run(lambda module: module, params, variables, False)
-    return module
+    return model.run(lambda module: module, params, variables, False)[0]
 
 
 def _start_jax(checked: Run) -> None:

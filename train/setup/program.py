@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 import jgt
-from jgt import Pipeline, exchange_at, mosaic_obstacle
+from jgt import Experts, Pipeline
 from jgt.document import InputError
 
 from ..code.files import Code
@@ -179,8 +179,7 @@ def _grouped_matmuls(model: ModelConfig, device: Any) -> str:
     """The way in which the matmuls of experts run, as in the log."""
     if model.fp8:
         return "blocks of rows in eight bits"
-    obstacle = mosaic_obstacle(compute_type(model), device)
-    return f"blocks of rows ({obstacle})" if obstacle else "Mosaic's kernels"
+    return Experts.matmuls(compute_type(model), device)
 
 
 def _with_exchange_metrics(model: Model, experts: ExpertsConfig, seq: int, layout: MeshLayout) -> Model:
@@ -188,7 +187,7 @@ def _with_exchange_metrics(model: Model, experts: ExpertsConfig, seq: int, layou
 
     The model itself where the counts of a row do not say which device they are on: in a pipeline, and where rules split the sequence.
     """
-    exchange = exchange_at(layout.rules, _EXPERTS, _RANK, layout.mesh.shape) if layout.pipeline is None else None
+    exchange = Experts(layout.rules).exchange_at(_EXPERTS, _RANK, layout.mesh.shape) if layout.pipeline is None else None
     if exchange is None:
         return model
 

@@ -36,6 +36,7 @@ from jgt.program.places import Place, manual_mesh, mesh_around, place_of
 from jgt.replacements.device_plan import plan_of
 from jgt.replacements.experts.call import ExpertCall
 from jgt.replacements.experts.exchange import Exchange, run_on
+from jgt.replacements.experts.grouped import mosaic_obstacle
 from jgt.replacements.experts.top_k import RowLayout, chosen_by_row
 from jgt.replacements.proof import equations_for
 from jgt.replacements.replacement import ParameterPlace, Replaced, Site
@@ -93,17 +94,22 @@ class Experts:
         new = jx.with_body(program, eqns=chosen_by_row(eqns, choices), outvars=jx.body(program).outvars)
         return Replaced(program=new, matches=tuple(matches), problems=tuple(problems))
 
+    def exchange_at(self, signal: str, rank: int, sizes: Mapping[str, int]) -> Exchange | None:
+        """The exchange of the rows of an x of this rank at a signal, outside of any pipeline, on a mesh of these sizes.
 
-def exchange_at(rules: Rules, signal: str, rank: int, sizes: Mapping[str, int]) -> Exchange | None:
-    """The exchange of the rows of an x of this rank at a signal, outside of any pipeline, on a mesh of these sizes; None if there is none.
+        None if there is none, and if the rules do not fit the mesh: `apply` finds what is wrong with them.
+        """
+        rows, rule = _rows(self.rules, rank), match_experts(self.rules, signal).rule
+        if rule is None or any(axis not in sizes for axes in ((rule.axis,), *rows) for axis in axes):
+            return None
+        exchange = _exchange(rule, rows, dict(sizes))
+        return exchange if exchange.axis in {axis for axes in exchange.rows for axis in axes} else None
 
-    Rules that do not fit the mesh have None, too. `Experts` finds what is wrong with them.
-    """
-    rows, rule = _rows(rules, rank), match_experts(rules, signal).rule
-    if rule is None or any(axis not in sizes for axes in ((rule.axis,), *rows) for axis in axes):
-        return None
-    exchange = _exchange(rule, rows, dict(sizes))
-    return exchange if exchange.axis in {axis for axes in exchange.rows for axis in axes} else None
+    @staticmethod
+    def matmuls(dtype: Any, device: Any) -> str:
+        """How a device multiplies rows of this type by the matrices of their experts, in words. device: None if it is unknown."""
+        obstacle = mosaic_obstacle(dtype, device)
+        return f"blocks of rows ({obstacle})" if obstacle else "Mosaic's kernels"
 
 
 def _rows(rules: Rules, rank: int) -> Dims:

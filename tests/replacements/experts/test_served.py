@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jgt
-from jgt.replacements.experts.experts import exchange_at
+from jgt.replacements.experts.experts import Experts
 
 SEQ = 24
 MESHES = [{"data": 2, "expert": 4}, {"expert": 4, "data": 2}, {"data": 2, "expert": 2, "fsdp": 2}, {"expert": 8}]
@@ -21,7 +21,7 @@ QUICK = [(MESHES[0], 1.0, "drop", 1.0), (MESHES[1], 1.0, "rounds", 1.0), (MESHES
 
 def exchange_on(mesh, **experts):
     rules = {"axes": {"batch": list(mesh)}, "signals": {"moe": {"experts": {"axis": "expert", **experts}}}, "inputs": {"*": ["batch"]}}
-    return exchange_at(jgt.make_rules({**rules, "default": "replicate"}), "moe", 3, mesh)
+    return Experts(jgt.make_rules({**rules, "default": "replicate"})).exchange_at("moe", 3, mesh)
 
 
 def really_served(exchange, mesh, choice, num_experts):
@@ -63,11 +63,11 @@ def test_counts_say_what_the_exchange_did(mesh, room, over, skew):
 
 def test_counts_of_rows_do_not_say_where_the_tokens_of_a_split_sequence_are():
     rules = {"axes": {"batch": ["expert"]}, "signals": {"moe": {"experts": {"axis": "expert"}}}, "default": "replicate"}
-    split = exchange_at(jgt.make_rules({**rules, "inputs": {"*": ["batch", "seq"]}}), "moe", 3, {"expert": 4, "seq": 2})
+    split = Experts(jgt.make_rules({**rules, "inputs": {"*": ["batch", "seq"]}})).exchange_at("moe", 3, {"expert": 4, "seq": 2})
     assert not split.can_count(32, 8)
 
 
 def test_rows_that_stay_on_their_device_are_not_exchanged():
     assert exchange_on({"data": 8, "expert": 1}) is None
     rules = jgt.make_rules({"axes": {"batch": ["data"]}, "default": "replicate"})
-    assert exchange_at(rules, "moe", 3, {"data": 8}) is None
+    assert Experts(rules).exchange_at("moe", 3, {"data": 8}) is None
