@@ -10,6 +10,7 @@ A write reaches the disk only with fsync, and the name of a file only with fsync
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -97,6 +98,13 @@ def sync(path: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def sync_above(path: Path) -> None:
+    """Writes the entries of all folders above a path to disk, because some may be new. As far as permissions allow."""
+    for parent in path.parents:
+        with contextlib.suppress(OSError):
+            sync(parent)
 
 
 def _raise(error: OSError) -> None:

@@ -12,7 +12,6 @@ verdict on a step.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import os
@@ -23,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from . import manifest
-from .disk import describe, is_damage, kind, patiently, sync, sync_tree
+from .disk import describe, is_damage, kind, patiently, sync, sync_above, sync_tree
 from .manifest import BrokenError, Manifest
 from .signature import Key
 
@@ -106,10 +105,8 @@ class Steps:
         # could undo the rename, and the older steps would be gone.
         sync(self.folder)
         if not self._is_named:
-            # Once, because the folders above are new at most once. As far as permissions allow.
-            for parent in self.folder.parents:
-                with contextlib.suppress(OSError):
-                    sync(parent)
+            # Once, because the folders above are new at most once.
+            sync_above(self.folder)
             self._is_named = True
 
     def sign(self, step: int) -> None:

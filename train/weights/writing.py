@@ -1,0 +1,143 @@
+"""Writing a folder of safetensors files that transformers can load, tensor by tensor.
+
+Names, types and shapes are known before the first value, so each file begins with its whole header. Then each tensor is written to its
+place, in whatever order tensors come, and never more than one of them is in memory. The folder is whole or absent wherever the process is
+killed: it is written below another name, `NAME.writing`, which the next writer of the same folder empties, and renamed when all of it is
+on disk. Needs no JAX.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jgt.document import InputError
+
+from ..checkpoint.disk import sync, sync_above, sync_tree
+from ..checkpoint.steps import remove
+from .safetensors import DTYPES, INDEX, METADATA, SINGLE, Tensor, open_folder
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write_folder(
+    path: Path,
+    tensors: Mapping[str, tuple[np.dtype, Sequence[int]]],
+    arrays: Iterable[tuple[str, np.ndarray]],
+    *,
+    files: Mapping[str, bytes | Path],
+    max_file_bytes: int,
+) -> None:
+    """Writes a new folder with these tensors and other files. An error leaves nothing.
+
+    tensors: type and shape of each tensor, in the order in which the files are filled. arrays: each of them once, in any order.
+    files: contents, or files to copy, by name. max_file_bytes: tensors in one file, but for a single tensor that is larger.
+    Raises InputError if there is something at the path, ValueError for other arrays than `tensors` says, and OSError.
+    """
+    with _whole_folder(path) as folder:
+        for name, content in files.items():
+            (folder / name).write_bytes(content) if isinstance(content, bytes) else shutil.copyfile(content, folder / name)
+        _write_headers(folder, tensors, max_file_bytes)
+        places = dict(open_folder(folder).tensors)
+        for name, array in arrays:
+            place = places.pop(name)
+            if (array.dtype, array.shape) != (place.dtype, place.shape):
+                raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {place.dtype}{list(place.shape)}")
+            _write(place, array)
+        if places:
+            raise ValueError(f"no array for {', '.join(places)}")
+
+
+@contextlib.contextmanager
+def _whole_folder(path: Path) -> Iterator[Path]:
+    """An empty folder that gets its name when the block ends without an error."""
+    path = path.absolute()
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
+        raise InputError([f"{path}: is there already. Name another folder, or remove it"])
+    writing = path.with_name(f"{path.name}.writing")
+    writing.mkdir(parents=True, exist_ok=True)
+    with _locked(writing):
+        try:
+            for left in writing.iterdir():
+                remove(left)
+            yield writing
+            sync_tree(writing)
+            # Replaces an empty folder, and fails for one that was filled in the meantime.
+            writing.rename(path)
+        except BaseException:
+            # Otherwise a full disk would stay full.
+            with contextlib.suppress(OSError):
+                remove(writing)
+            raise
+    sync(path.parent)
+    sync_above(path.parent)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds a lock on a folder, where its file system has locks. The kernel releases it when the process dies."""
+    number = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError([f"{folder}: another process is writing it. Name another folder, or wait until it ends"]) from None
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(number)
+
+
+def _write_headers(folder: Path, tensors: Mapping[str, tuple[np.dtype, Sequence[int]]], most: int) -> None:
+    """Writes each file with zeros for its tensors, and the index of several files."""
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
+    parts, places = _parts(sizes, most), dict[str, str]()
+    for number, part in enumerate(parts, 1):
+        file = SINGLE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
+        header: dict[str, object] = {METADATA: {"format": "pt"}}
+        end = 0
+        # The widest types first, so that each tensor is aligned.
+        for name in sorted(part, key=lambda name: -tensors[name][0].itemsize):
+            dtype, shape = tensors[name]
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [end, end + sizes[name]]}
+            end += sizes[name]
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with (folder / file).open("wb") as opened:
+            opened.write(len(text).to_bytes(8, "little") + text)
+            opened.truncate(8 + len(text) + end)
+        places |= dict.fromkeys(part, file)
+    if len(parts) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _parts(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """The tensors of each file."""
+    parts: list[list[str]] = [[]]
+    total = 0
+    for name, size in sizes.items():
+        if parts[-1] and total + size > most:
+            parts.append([])
+            total = 0
+        parts[-1].append(name)
+        total += size
+    return parts
+
+
+def _write(place: Tensor, array: np.ndarray) -> None:
+    view, offset = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, place.offset
+    with place.file.open("r+b") as file:
+        # The system writes at most 2 GiB at once.
+        while view:
+            count = os.pwrite(file.fileno(), view, offset)
+            view, offset = view[count:], offset + count
