@@ -96,7 +96,7 @@ def __getattr__(name: str) -> Any:
     if name == "signal":
         return importlib.import_module("jgt.signal")
     if name not in _OWNERS:
-        near = importlib.import_module("jgt.document").nearest(name, __all__, lists=False)
+        near = importlib.import_module("jgt.document").nearest(name, __all__)
         raise AttributeError(f"module 'jgt' has no attribute {name!r}. {near}".rstrip())
     # Stored in the module, so that Python asks `__getattr__` once for each name.
     value = globals()[name] = getattr(importlib.import_module(_OWNERS[name]), name)

@@ -167,6 +167,9 @@ def test_the_code_of_the_page_on_own_code_trains(tmp_path, monkeypatch):
     first, *_, last, evaluation = waves.metrics
     assert last["loss"] < first["loss"] and {"absolute"} < last.keys() and {"eval_loss", "eval_absolute"} < evaluation.keys()
     assert jgt.run("waves.yaml", ["run.name=spline", "model.kind=mine:Spline", "train.loss=mine:spline_loss"], code="mine.py").is_done
+    sgd = "optimizer={name: 'mine:frozen_up', lr: 0.05, warmup: 0}"
+    one, three = (jgt.run("waves.yaml", [f"run.name=frozen{n}", sgd, f"train.steps={n}"], code="mine.py").state.params for n in (1, 3))
+    assert (one["up"]["kernel"] == three["up"]["kernel"]).all() and (one["down"]["kernel"] != three["down"]["kernel"]).any()
     mine = {}
     exec(Path("mine.py").read_text(), mine)
     pairs = ({"image": np.eye(8)[n % 8], "text": np.eye(4)[n % 4]} for n in itertools.count())
@@ -177,6 +180,19 @@ def test_the_code_of_the_page_on_own_code_trains(tmp_path, monkeypatch):
     (model,) = re.findall(r"`(model: \{.*?\})`", OWN.read_text())
     config = document.parse(model, "own.md").plain() | {"run": {"name": "text"}, "train": {"steps": 2, "batch": 8}}
     assert jgt.run(config | {"data": {"source": "stdlib", "eval_tokens": 0}}, ["model.seq=16"], code="mine.py").is_done
+
+
+# -- words of other trainers ------------------------------------------------------------------------------------
+
+
+def test_the_page_for_newcomers_has_the_words_that_are_answered_and_keys_that_exist():
+    text = (ROOT / "docs/newcomers.md").read_text()
+    known = {f"{name}.{field.name}" for name, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
+    for word, key in sections.OTHER_WORDS.items():
+        assert f"`{word}`" in text, word
+        assert set(key.split(" and ")) <= known
+    shown = set(re.findall(r"`((?:model|train|optimizer|checkpoint|run|data)\.[a-z_]+)[:`]", text))
+    assert len(shown) > 15 and shown - {"model.heads"} <= known | {"train.hidden_size"}
 
 
 # -- scaling -----------------------------------------------------------------------------------------------------

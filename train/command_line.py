@@ -45,6 +45,8 @@ class RunParser(CommandParser):
     The file follows --config, or is the first argument without an equals sign. is_required: without a file, the process ends with code 2.
     """
 
+    NOT_FLAGS = "Keys of the run's file are written without dashes, such as optimizer.lr=1e-3"
+
     def __init__(self, prog: str, description: str, *, is_required: bool = True):
         super().__init__(prog, description)
         self._is_required = is_required
@@ -65,6 +67,8 @@ class RunParser(CommandParser):
         if arguments.config is None and file is not None:
             arguments.config = file
             arguments.overrides.remove(file)
+        if (arguments.config or "").endswith(".py"):
+            self.error(f"{arguments.config} is Python, but a run's file is YAML. Give your own code with --code {arguments.config}")
         if arguments.config is None and self._is_required:
             self.error(f"a run's file is missing. Write {self.prog} run.yaml")
         return arguments

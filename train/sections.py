@@ -43,6 +43,33 @@ MAX_FLAGS = 64
 MAX_NAME, MAX_PATH = 240, 2_000
 """Bytes of a run directory's name and path. Systems allow 255 and 4096; the difference is for the files below the directory."""
 
+OTHER_WORDS: Mapping[str, str] = {
+    "activation_checkpointing": "train.remat",
+    "beta1": "optimizer.b1",
+    "beta2": "optimizer.b2",
+    "betas": "optimizer.b1 and optimizer.b2",
+    "block_size": "model.seq",
+    "context_length": "model.seq",
+    "d_model": "model.embed",
+    "eval_steps": "train.eval_every",
+    "grad_clip": "optimizer.clip",
+    "gradient_checkpointing": "train.remat",
+    "hidden_size": "model.embed",
+    "intermediate_size": "model.ffn",
+    "learning_rate": "optimizer.lr",
+    "logging_steps": "train.log_every",
+    "lr": "optimizer.lr",
+    "max_grad_norm": "optimizer.clip",
+    "mixed_precision": "model.dtype",
+    "n_embd": "model.embed",
+    "output_dir": "run.dir",
+    "precision": "model.dtype",
+    "save_steps": "checkpoint.every",
+    "seed": "run.seed",
+    "seq_len": "model.seq",
+}
+"""Keys that other trainers have, and keys that users look for in another section."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -53,6 +80,7 @@ class RunConfig:
     seed: the seed of the parameters, of the order of the data, and of the sample.
     """
 
+    WORDS = OTHER_WORDS
     name: str = "run"
     dir: LocalPath | None = None
     # JAX keeps 32 bits of a seed.
@@ -157,6 +185,7 @@ class TrainConfig:
     extreme loss. null: never. max_skipped: this many skipped updates in a row end the run.
     """
 
+    WORDS = OTHER_WORDS
     steps: Count | None = 100
     epochs: Annotated[float, Bound(above=0, high=1_000_000)] | None = None
     batch: BatchSize = 32
@@ -197,6 +226,7 @@ class CheckpointConfig:
     cast: converts floating arrays of a checkpoint that have another type than in this run. false: another type is an error.
     """
 
+    WORDS = OTHER_WORDS
     every: Natural = 0
     minutes: Annotated[float, Bound(above=0, high=1_000_000)] | None = 10.0
     keep: Count | None = None

@@ -11,16 +11,20 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 from jgt.document import InputError, nearest, shown
 from jgt.document.files import url_problem
+from jgt.document.problems import most_similar
 
 _MAX_LINE = 2_000
 
 
 class CommandParser(argparse.ArgumentParser):
     """The parser of a command, such as `jgt plan`. Wrong arguments end the process with exit code 2."""
+
+    NOT_FLAGS: ClassVar[str] = ""
+    """What may be meant by an unknown flag."""
 
     def __init__(self, prog: str, description: str):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
@@ -79,5 +83,8 @@ class CommandParser(argparse.ArgumentParser):
             if re.fullmatch(r"--\w+(\.\w+)+", flag):
                 problems.append(f"{flag}: is not a flag. An override of the run's file has no dashes: {flag[2:]}=VALUE")
             else:
-                problems.append(f"{flag}: unknown flag. {nearest(flag, [*self.flags(), '--help'])}")
+                # The dashes are no likeness.
+                close = most_similar(flag[2:], [known[2:] for known in (*self.flags(), "--help")])
+                near = f"Did you mean '--{close}'?" if close else f"{nearest('', self.flags())} {self.NOT_FLAGS}"
+                problems.append(f"{flag}: unknown flag. {near}".rstrip())
         return problems

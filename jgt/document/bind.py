@@ -55,7 +55,8 @@ def bind(node: Node, cls: type[_T], problems: list[str]) -> _T | None:
     Field types may be bool, int, float, str, Literal, a dataclass, `tuple[T, ...]`, `dict[str, T]`, unions, `Annotated[number, Bound]`,
     `Annotated[T, text]` with the end of messages about it, LocalPath, and Node for a part that its owner reads. A class may have a method
     `problems()` that yields (field, message) for what only several fields together show to be wrong. A static method `variant(node)` may
-    name another class to fill instead, and `REST` the field that takes all keys that are not fields, with their plain values.
+    name another class to fill instead, and `REST` the field that takes all keys that are not fields, with their plain values, and `WORDS`
+    what other keys mean.
     """
     if not isinstance(node.value, dict):
         problems.append(node.problem(f"must be a mapping of keys to values, not {node.in_words()}"))
@@ -89,7 +90,9 @@ def _values(node: Node, children: Mapping[str, Node], cls: type, fields: list[st
         if name in fields and name != rest:
             values[name] = _bind_value(child, hints[name], problems)
         elif rest is None:
-            problems.append(child.problem(f"unknown key. {_inside(node, name, fields, hints) or nearest(name, fields)}"))
+            word = getattr(cls, "WORDS", {}).get(name)
+            meant = f"Did you mean {word}?" if word else _inside(node, name, fields, hints) or nearest(name, fields)
+            problems.append(child.problem(f"unknown key. {meant}"))
     return values
 
 

@@ -101,7 +101,9 @@ class Node:
         path = self.path(folder, shipped)
         if problem := path_problem(path):
             # A missing file needs no reason.
-            why = f".{similar_file(path)}" if path_problem(path, "folder") else f": {problem}"
+            is_shipped = not path_problem(shipped_folder() / shipped / f"{self.value}.yaml")
+            near = f" Did you mean 'jgt:{self.value}'?" if is_shipped else similar_file(path)
+            why = f".{near}" if path_problem(path, "folder") else f": {problem}"
             raise InputError([self.problem(f"no such file: {path}{why}")])
         return path
 

@@ -172,13 +172,17 @@ class Rules:
         return ""
 
     def axis_problems(self, axes: Iterable[str]) -> Iterator[str]:
-        """A problem for each axis in a spec that a mesh with these axes does not have."""
+        """A problem for each axis that a mesh with these axes does not have, at the first rule that names it."""
         known = tuple(axes)
         named = [(rule.where, rule.pattern, axis) for rule in self.spec_rules() for axis in dict.fromkeys(rule.axes)]
         named += [(rule.overlap.where, f"{rule.pattern}: overlap", rule.overlap.axis) for rule in self.signals if rule.overlap]
         named += [(rule.experts.where, f"{rule.pattern}: experts", rule.experts.axis) for rule in self.signals if rule.experts]
+        missing: dict[str, list[str]] = {}
         for where, what, axis in named:
             if axis not in known:
-                off = f"{nearest(axis, known)} To turn the axis off, give it the size 1 in mesh: {{{axis}: 1}}"
-                remedy = "Write null for a dim that no axis splits" if axis in ("None", "none") else off
-                yield f"{where}: {what}: the mesh has no axis {axis!r}. {remedy}"
+                missing.setdefault(axis, []).append(f"{where}: {what}")
+        for axis, (place, *others) in missing.items():
+            off = f"{nearest(axis, known)} To turn the axis off, give it the size 1 in mesh: {{{axis}: 1}}"
+            remedy = "Write null for a dim that no axis splits" if axis in ("None", "none") else off
+            more = f", which {len(others)} more {'rules name' if len(others) > 1 else 'rule names'}, too" if others else ""
+            yield f"{place}: the mesh has no axis {axis!r}{more}. {remedy}"

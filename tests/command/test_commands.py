@@ -107,6 +107,7 @@ def test_a_command_of_another_package(monkeypatch, capsys):
         ("--dryrun", "--dryrun: unknown flag. Did you mean '--dry-run'?"),
         ("--confg=a.yaml", "--confg: unknown flag. Did you mean '--config'?"),
         ("--conf", "--conf: unknown flag. Did you mean '--config'?"),
+        ("--lr", "--lr: unknown flag. Known: "),
         ("--train.steps=5", "--train.steps: is not a flag. An override of the run's file has no dashes: train.steps=VALUE"),
         ("--a\x1b[31m", r"--a\x1b[31m: unknown flag. Known: "),
     ],

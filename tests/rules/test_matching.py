@@ -130,7 +130,7 @@ def test_a_rule_that_decides_somewhere_is_not_shadowed():
     [
         ("params: {x: []}", "r.yaml:1: params: x: no parameter matches. Remove the rule or correct its name"),
         ("optimizer: {x: []}", "r.yaml:1: optimizer: x: no parameter matches"),
-        ("inputs: {x: []}", "r.yaml:1: inputs: no argument of that name and rank"),
+        ("inputs: {x: []}", "r.yaml:1: inputs: x: no argument of that name and rank"),
         ("signals: {atn: {out: [a]}}", "r.yaml:1: atn: no signal of the program matches. Did you mean 'attn'?"),
         ("signals: {attn: {params: {x: []}}}", "r.yaml:1: attn: params: x: no parameter used below this signal matches"),
         ("signals: {attn: {optimizer: {x: []}}}", "r.yaml:1: attn: optimizer: x: no parameter used below this signal matches"),

@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
@@ -99,9 +100,12 @@ def load_object(name: str, key: str, code: Code, where: str) -> Any:
     except InputError:
         raise
     except FAILURES as error:
-        raise InputError([f"{where}: {key}: importing {module} failed: {described(error)}"]) from error
+        remedy = ". Give its file or folder with --code, or install it" if isinstance(error, ModuleNotFoundError) else ""
+        raise InputError([f"{where}: {key}: importing {module} failed: {described(error)}{remedy}"]) from error
     if not callable(found):
         raise InputError([f"{where}: {key}: {name} is {shown(found)}. Name a class or a function"])
+    if key == "model.kind" and not (inspect.isclass(found) or inspect.isroutine(found) or isinstance(found, partial)):
+        raise InputError([f"{where}: {key}: {name} is a {type(found).__name__} that is made already. Name its class, or a function"])
     return found
 
 
@@ -183,6 +187,8 @@ def own_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     named = set(_FINDER.paths.values())
     own = [frame for frame in frames if Path(frame.filename) in named or not frame.filename.startswith(_OTHERS)]
+    # A compiled package names a source file that is not there.
+    own = [frame for frame in own if not frame.filename.endswith((".pyx", ".pxd"))]
     return f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
 
 

@@ -14,6 +14,7 @@ from ..code.names import is_name
 from ..data.config import DataConfig, OwnData
 from ..models.config import ModelConfig, OwnModel
 from ..sections import (
+    OTHER_WORDS,
     CheckpointConfig,
     DebugConfig,
     DevicesConfig,
@@ -38,6 +39,7 @@ class Config:
     log: where metrics go beside metrics.jsonl. null: TensorBoard's files if tensorboardX is installed.
     """
 
+    WORDS = OTHER_WORDS
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig | OwnModel = field(default_factory=ModelConfig)
     devices: DevicesConfig = field(default_factory=DevicesConfig)

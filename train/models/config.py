@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from jgt.document import Bound, Node
 
 from ..code.names import OR_OWN, is_name
-from ..sections import Positive
+from ..sections import OTHER_WORDS, Positive
 from .experts.config import ExpertsConfig
 
 Width = Annotated[int, Bound(low=1, high=1_000_000)]
@@ -96,6 +96,7 @@ class ModelConfig:
     experts in the place of the MLP; null: the MLP.
     """
 
+    WORDS = OTHER_WORDS
     kind: Annotated[KindName, OR_OWN] = "llama"
     layers: Annotated[int, Bound(low=1, high=10_000)] = 4
     embed: Width = 128

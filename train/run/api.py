@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jgt.document import InputError
+from jgt.document import InputError, shown
 
 from .. import config as configs
 from ..checkpoint.restore import restore_params
@@ -40,6 +40,16 @@ from .start import Position
 from .train import train
 from .xla import configure_xla, open_devices
 
+_PARTS = {
+    "model.kind": ("model", "the class of a module or a function that makes one"),
+    "train.loss": ("loss", "a function loss(model, batch)"),
+    "optimizer.name": (
+        "optimizer",
+        "a function that makes an optax transformation, such as lambda learning_rate: optax.sgd(learning_rate)",
+    ),
+    "data.source": ("data", "a function"),
+}
+"""The argument of each key, and what it may be."""
 _FOREVER = 1_000_000.0
 """Seconds. A notebook may be suspended, and its process is not the run's to end."""
 
@@ -198,12 +208,11 @@ def _own_code(paths: str | Path | Sequence[str | Path], objects: Mapping[str, An
 def _callable(key: str, part: Any) -> Callable[..., Any]:
     if key == "data.source" and not callable(part):
         return lambda: part
+    name, of = _PARTS[key]
     if isinstance(part, nnx.Module):
-        raise TypeError(
-            f"model must be the class of a module or a function that makes one, not a {type(part).__name__} that is made already"
-        )
+        raise TypeError(f"{name} must be {of}, not a {type(part).__name__} that is made already")
     if not callable(part):
-        raise TypeError(f"{key.partition('.')[0]} must be a class or a function, not {type(part).__name__}")
+        raise TypeError(f"{name} must be {of}, not {shown(part)}")
     return part
 
 

@@ -52,7 +52,7 @@ def read_resume(resume: str, allow: Sequence[str], folder: Path) -> Resume:
             near = nearest(key, FIXED, lists=False)
             why = f"unknown key. {near}" if near else "is not a key that needs to be allowed."
             problems.append(f"command line: --allow-change: {key}: {why} {keys}")
-    path = None if resume in ("auto", "never") else Path(resume)
+    path = None if resume in ("auto", "never") else Path(str(resume))
     # A run with checkpoints resumes from them, and its origin may be gone.
     if path is not None and path_problem(path, "folder") and not Steps(folder / FOLDER).listed():
         problems.append(f"command line: --resume: {resume}: is not a folder. Write auto, never, a run directory or one of its checkpoints")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from jgt.document import Node
 
 from ..code.names import OR_OWN, is_name
-from ..sections import Fraction, Natural, NotNegative, Positive
+from ..sections import OTHER_WORDS, Fraction, Natural, NotNegative, Positive
 
 MAX_BF16_DECAY = 0.99
 """The slowest decay of a moment that is stored in bf16: 1 - 0.99 is more than twice the 2^-8 that rounding may take away."""
@@ -73,6 +73,7 @@ class OptimizerConfig(_RateKeys):
     offload: host stores moments in the host's memory between updates, none on the device.
     """
 
+    WORDS = OTHER_WORDS
     name: Annotated[Literal["adamw", "muon"], OR_OWN] = "adamw"
     b1: Fraction = 0.9
     b2: Fraction = 0.95

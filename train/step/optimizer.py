@@ -83,6 +83,9 @@ def own_optimizer(config: OwnOptimizer, code: Code, where: Callable[[str], str])
             raise InputError([f"{where('optimizer.name')}: optimizer.name: {why}"])
         return optax.with_extra_args_support(optimizer)
 
+    # As in a step, which has traced values: a function that converts them fails at the start.
+    value = jax.ShapeDtypeStruct((), jnp.float32)
+    jax.eval_shape(lambda x: (make(Settings(lr=x, weight_decay=x, clip=x)), None)[1], value)
     return make
 
 
