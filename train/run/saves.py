@@ -62,7 +62,8 @@ class Saves:
 
     def are_asked_for(self, position: Position) -> bool:
         """Whether minutes or a signal ask for a save of a position. All processes call this before each step."""
-        if jax.process_index() == 0 and time.monotonic() >= self._next and not self.checkpoints.is_saving:
+        is_due = time.monotonic() >= self._next and not self._is_wanted and not self.checkpoints.is_saving
+        if is_due and jax.process_index() == 0:
             self.watch.request_save()
         self._is_wanted |= self.watch.must_save(position.step + 1)
         # Without some of its groups, a run can only continue from a state that follows an exchange.

@@ -139,7 +139,7 @@ def test_the_last_save_is_tried_again_for_as_long_as_the_run_has_trained(tiny, m
 def clocked(monkeypatch):
     """Saves whose clock is set by hand, and the steps that they saved. A step takes a minute."""
     monkeypatch.setattr("train.run.saves.time", clock := SimpleNamespace(now=0.0, time=time.time, monotonic=lambda: clock.now))
-    saved, asked = [], []
+    saved = []
 
     class Fake(SimpleNamespace):
         is_saving = False
@@ -151,7 +151,10 @@ def clocked(monkeypatch):
 
     def _clocked(*, bad=(), **config):
         run = SimpleNamespace(config=SimpleNamespace(checkpoint=CheckpointConfig(**config)), steps=100)
-        watch = SimpleNamespace(request_save=lambda: asked.append(1), must_save=lambda step: bool(asked) and (asked.clear() or True))
+        pending = []
+        watch = SimpleNamespace(
+            request_save=lambda: (_clocked.asked.append(1), pending.append(1)), must_save=lambda step: bool(pending and pending.pop())
+        )
         checkpoints = Fake(bad=bad, describe=lambda: "")
         phase = lambda name, **details: nullcontext()  # noqa: E731
         setup, data = SimpleNamespace(run=run, to_save=lambda state: state), SimpleNamespace(check=lambda: None)
@@ -165,6 +168,7 @@ def clocked(monkeypatch):
             _clocked.each(checkpoints, step)
         return saved
 
+    _clocked.asked = []
     _clocked.each = lambda checkpoints, step: None
     return _clocked
 
@@ -191,6 +195,7 @@ def test_no_save_is_due_while_one_is_under_way(clocked):
 def test_with_fewer_processes_in_sight_a_save_waits_for_an_exchange(clocked, monkeypatch):
     monkeypatch.setattr("train.run.saves.may_have_fewer", lambda: True)
     assert clocked() == [12, 24, 36]
+    assert len(clocked.asked) == 3
 
 
 def test_a_run_saves_by_time(tiny, tmp_path, monkeypatch):
