@@ -40,6 +40,8 @@ Where = Callable[[str], str]
 """The file and line of a key of the run."""
 Element = Mapping[str, jax.ShapeDtypeStruct]
 """The arrays of one row of a batch, by name."""
+_CALL = "model.kind: a call with tokens [b, s]"
+"""What fails, in messages about a language model of the user's own."""
 _EXPERTS, _RANK = "layers/moe", 3
 """The signal of the decoders' experts, and the dims of what they read."""
 
@@ -147,9 +149,10 @@ def _with_keys_to_take(model: OwnModel, data: DataConfig | OwnData, code: Code, 
 
 def _own_model(config: OwnModel, code: Code, where: Where, rows: Element, loss: Callable[..., Any] | None) -> Model:
     """A model of the user's own. rows, loss: a linen module is called with them to find its parameters. Raises InputError."""
-    own, key = load_callable("model.kind", config.kind, config.arguments, code, where), "model.kind" if loss is None else "train.loss"
+    own = load_callable("model.kind", config.kind, config.arguments, code, where)
+    called = f"{where('model.kind')}: {_CALL}" if loss is None else f"{where('train.loss')}: train.loss"
     try:
-        with reported(f"{where(key)}: {key}", rows):
+        with reported(called, rows):
             return of_flax(
                 lambda rngs: own(vocab=config.vocab, seq=config.seq, dtype=compute_type(config), rngs=rngs),
                 partial(_call_on_zeros, rows, loss),
@@ -228,7 +231,7 @@ def _losses(
 
     def sharded(is_training: bool) -> ShardedLoss:
         if own is None:
-            plain = token_objective(model, tokens, f"{where('model.kind')}: model.kind", is_training=is_training)
+            plain = token_objective(model, tokens, f"{where('model.kind')}: {_CALL}", is_training=is_training)
         else:
             plain = own_objective(model, own, where("train.loss"), is_training=is_training)
         return jgt.shard(

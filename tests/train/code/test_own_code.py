@@ -211,7 +211,9 @@ def test_an_error_in_a_model_of_ones_own_has_its_line(tmp_path):
     with pytest.raises(InputError) as caught:
         prepare(run, num_devices=1)
     (line,) = caught.value.problems
-    assert line.startswith(f"{tmp_path / 'run.yaml'}:1: model.kind failed: {tmp_path / 'bad_model.py'}:9: AttributeError: ")
+    assert line.startswith(
+        f"{tmp_path / 'run.yaml'}:1: model.kind: a call with tokens [b, s] failed: {tmp_path / 'bad_model.py'}:9: AttributeError: "
+    )
 
 
 DECODERS = """
