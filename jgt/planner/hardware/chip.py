@@ -33,7 +33,7 @@ class Link:
 
     gbs: GB/s in one direction for one device. domain: the devices that it connects: one host's, all, or a number of them, which may span
     several hosts. share: the share of gbs that large messages reach. start_us, hop_us: microseconds of a collective, and of each of its
-    hops from one member of a ring to the next.
+    hops from one member to the next. low_us: microseconds of a hop in the low-latency protocol of small sums; None without one.
     """
 
     gbs: Positive
@@ -41,6 +41,7 @@ class Link:
     share: Share
     start_us: Amount
     hop_us: Amount
+    low_us: Amount | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,14 @@ i-1, and devices are numbered domain by domain. A ring over a group that spans s
 members runs g rings at once, each through the port of another member, so that a port between domains carries a g-th of the bytes.
 
 The slowest level's time counts, plus the hops: each of the n-1 steps of a ring waits for the previous step. A permutation has one step,
-and an all-to-all sends to all members at once.
+and an all-to-all sends to all members at once. An all-reduce may also go up and down a tree, which is a chain of the devices of a domain
+and a binary tree of domains. NCCL takes whichever is faster, and small sums in a protocol with shorter hops and less bandwidth.
 """
 
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -53,7 +55,7 @@ class Network:
 
     def seconds_of(self, levels: Sequence[Level], wire_bytes: int, kind: str = "all-gather") -> float:
         """The time of a collective in one group with these levels."""
-        slowest = waiting = start = 0.0
+        slowest = start = ring = tree = low = 0.0
         members, ports = levels[0].units, 1
         for level, link in zip(levels, self.chip.links.values(), strict=True):
             if level.most > 1:
@@ -61,9 +63,15 @@ class Network:
                 carried = (members - ports) / (members - 1) if kind in _EXCHANGES else 1 / ports
                 slowest = max(slowest, wire_bytes * carried / (link.gbs * 1e9 * link.share))
                 hops = (level.units - level.domains) * _ROUNDS.get(kind, 1) if kind in _RINGS else 1
-                start, waiting = link.start_us * 1e-6, waiting + hops * link.hop_us * 1e-6
+                # Up and down a chain in a domain of devices, and a binary tree of domains.
+                depth = 2 * (level.most - 1 if level is levels[0] else level.most.bit_length() - 1)
+                start, ring, tree = link.start_us, ring + hops * link.hop_us, tree + depth * link.hop_us
+                low += depth * (math.inf if link.low_us is None else link.low_us)
             ports *= level.fewest
-        return slowest + start + waiting
+        ways = [slowest + ring * 1e-6]
+        if kind == "all-reduce" and low < math.inf:
+            ways += [slowest / _TREE_SHARE + tree * 1e-6, slowest / _LOW_SHARE + low * 1e-6]
+        return min(ways) + start * 1e-6
 
     def levels(self, group: Sequence[int]) -> Iterator[Level]:
         """The demands of a group of devices on each level of links, from the nearest one outwards."""
@@ -85,3 +93,5 @@ _RINGS = "all-gather", "all-reduce", "reduce-scatter"
 _EXCHANGES = "all-to-all", "ragged-all-to-all"
 _ROUNDS = {"all-reduce": 2}
 """An all-reduce is a reduce-scatter and an all-gather."""
+_TREE_SHARE, _LOW_SHARE = 0.92, 0.25
+"""The bandwidth of NCCL's trees, and of trees in the low-latency protocol, as shares of a ring's (src/graph/tuning.cc)."""

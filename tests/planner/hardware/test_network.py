@@ -55,6 +55,23 @@ def test_hops_are_the_steps_of_a_ring():
     assert two.seconds([(0, 4)], 0, "collective-permute") == 20 + 100
 
 
+def test_an_all_reduce_takes_the_faster_of_a_ring_and_trees():
+    # Two hosts of four: a tree has a chain of three hops in a host, and one hop between hosts.
+    links = {"near": dataclasses.replace(NEAR, hop_us=1e6, low_us=1e5), "far": dataclasses.replace(FAR, hop_us=1e7, low_us=1e6)}
+    two, everybody = network(2, 4, **links), [tuple(range(8))]
+    assert two.seconds(everybody, 0, "all-reduce") == pytest.approx(2 * (3 * 0.1 + 1))
+    assert two.seconds(everybody, 20 * GB, "all-reduce") == pytest.approx(20 / 0.92 + 2 * (3 * 1 + 10))
+    assert two.seconds(everybody, 1000 * GB, "all-reduce") == pytest.approx(1000 + 2 * (6 * 1 + 10))
+    # There is no tree of gathered parts.
+    assert two.seconds(everybody, 0) == 6 * 1 + 10
+
+
+@pytest.mark.parametrize(("hosts", "most_ms"), [(32, 0.2), (384, 0.2), (1, 0.03)])
+def test_a_number_is_added_up_over_thousands_of_gpus_in_a_fraction_of_a_millisecond(hosts, most_ms):
+    net = Target.parse(f"h100:{hosts}x8").network()
+    assert 0.01 < 1e3 * net.seconds([tuple(range(8 * hosts))], 16, "all-reduce") < most_ms
+
+
 def test_a_domain_may_be_larger_than_a_host():
     rack = dataclasses.replace(NEAR, domain=8)
     net = network(4, 4, near=rack, far=FAR)
