@@ -5,7 +5,8 @@ that into bytes. By the ring algorithms of `jgt.planner.hlo.collectives` a devic
 (n-1)/n B in a reduce-scatter of an array of B bytes, and twice that in an all-reduce. Hence:
 
 ZeRO-3 (arXiv 1910.02054, section 7). A parameter of b bytes on each device, sharded over n devices that split the batch, is gathered
-    once for the forward pass and once for the backward pass: (n-1) b each. Its gradient is reduce-scattered: (n-1)/n n b = (n-1) b.
+    once for the forward pass and once for the backward pass: (n-1) b each, of the type that matmuls read. A table that both passes read
+    in one place is gathered once, and eight bits a third time in a recompute, which makes them anew. Its gradient is reduce-scattered: (n-1)/n n b = (n-1) b.
 ZeRO-1. A parameter whose optimizer state is sharded over k devices, while the parameter is not, has its gradient reduce-scattered,
     (k-1)/k b, and is gathered after the update: (k-1) b/k. One that is stored like its state is gathered when the step starts instead.
 Data parallelism. The m devices that split the batch and neither of the two all-reduce the gradient: 2 (m-1)/m b.
@@ -71,14 +72,12 @@ def _gathers(p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: Me
         return
     axes = tuple(a for a in batch if a in _axes(p.dims) - use.held)
     # shard_map brings a parameter into its region once, however often it is used inside.
-    # A recompute gathers it for the backward pass too, so the larger of the two counts.
-    again = max(use.counts["recompute"], use.counts["backward"])
-    times = Fraction(1) if use.is_manual else use.counts["forward"] + again
+    times = Fraction(1) if use.is_manual else sum(use.counts.values(), Fraction(0))
     brought = tuple(a for a in axes if a in use.brought)
     rest = tuple(a for a in axes if a not in use.brought)
     n, k = num_parts(brought, mesh), num_parts(rest, mesh)
     yield brought, Fraction(n - 1) * p.local_bytes * use.width, "parameters gathered at the start"
-    yield rest, times * (k - 1) * n * p.local_bytes * use.width, "parameters gathered"
+    yield rest, times * (k - 1) * n * p.local_bytes * use.read_width, "parameters gathered"
 
 
 def _gradients(

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from jgt.planner.compiled import Compiled
 from jgt.planner.hlo.origin import EXCHANGED, NONE, phase_of, signal_of
 from jgt.planner.layouts import Parameter, batch_axes
@@ -38,14 +40,17 @@ _KEEPS_PARTIAL = ("convert_element_type", "transpose", "reshape", "squeeze", "sh
 class ParameterUse:
     """The use of one parameter in a step.
 
-    counts: how often all of it is used, by phase. width: the bytes of its narrowest cast over its own (1/2: stored in f32, used in
-    bf16). is_manual: whether it enters a shard_map that splits the batch itself. is_gathered: whether the program gathers it there.
+    item_bytes: the bytes of one number as it is stored. counts: how often all of it is used, by phase. width: the bytes of its narrowest
+    cast over its own (1/2: stored in f32, used in bf16), without eight bits, in which no gradient is added up. read_width: the same with
+    eight bits. is_manual: whether it enters a shard_map that splits the batch itself. is_gathered: whether the program gathers it there.
     brought: the mesh axes over which the program gathers it once, before anything reads it. held: the axes along which devices keep
     different parts of it, such as experts.
     """
 
+    item_bytes: int
     counts: dict[str, Fraction] = field(default_factory=lambda: collections.defaultdict(Fraction))
     width: Fraction = Fraction(1)
+    read_width: Fraction = Fraction(1)
     is_manual: bool = False
     is_gathered: bool = False
     brought: set[str] = field(default_factory=set[str])
@@ -120,7 +125,8 @@ def usage_of(compiled: Compiled, params: Sequence[Parameter]) -> Usage:
     invars = jx.body(compiled.program).invars
     views = {invars[positions[p.path]]: View(index, p.dims, Fraction(1)) for index, p in enumerate(params)}
     backend, batch = Backend(compiled.is_described), batch_axes(compiled, params)
-    usage = Usage(mesh=dict(compiled.mesh.shape), batch=batch, backend=backend, parameters=[ParameterUse() for _ in params])
+    uses = [ParameterUse(item_bytes=jnp.dtype(p.dtype).itemsize) for p in params]
+    usage = Usage(mesh=dict(compiled.mesh.shape), batch=batch, backend=backend, parameters=uses)
     usage.read(compiled.program, _Scope("", Fraction(1), batch), views)
     return usage
 
@@ -139,7 +145,7 @@ class Usage:
     parameters: list[ParameterUse]
     partial_sums: list[PartialSum] = field(default_factory=list[PartialSum])
     sent: dict[tuple[str, MeshAxes, str], Fraction] = field(default_factory=lambda: collections.defaultdict(Fraction))
-    _counted: set[tuple[Var, str]] = field(default_factory=set[tuple[Var, str]])
+    _counted: set[Var] = field(default_factory=set[Var])
 
     @property
     def summed(self) -> set[MeshAxes]:
@@ -210,9 +216,9 @@ class Usage:
         phase = phase_of(scope.name)
         for var, contracted in contractions(equation, views):
             view = views[var]
-            # Several matmuls of a view in one phase share one gathered copy of it.
-            if (var, phase) not in self._counted:
-                self._counted.add((var, phase))
+            # Several matmuls of a view share one gathered copy of it, in a recompute with the backward pass after it.
+            if var not in self._counted:
+                self._counted.add(var)
                 self.parameters[view.index].counts[phase] += view.times * view.share * taken_share(scope.name)
             axes = tuple(a for a in self.mesh if a in contracted and a not in self.batch and self.mesh[a] > 1)
             if axes and not scope.is_replaced:
@@ -231,7 +237,10 @@ class Usage:
         kind, out, use = equation.primitive.name, equation.outvars[0], self.parameters[view.index]
         if kind == "convert_element_type" and self.backend.is_gpu:
             # XLA casts the shards and gathers the result.
-            use.width = min(Fraction(jx.dtype_of(out).itemsize, jx.dtype_of(source).itemsize), use.width)
+            num_bytes = jx.dtype_of(out).itemsize
+            use.read_width = min(Fraction(num_bytes, use.item_bytes), use.read_width)
+            if num_bytes > 1:
+                use.width = min(Fraction(num_bytes, use.item_bytes), use.width)
         if kind == "sharding_constraint" and views[source].is_pinned:
             # Pinned to where it is stored, then to where it is read: it travels in between.
             use.brought |= views[source].axes() - view.axes()
