@@ -191,9 +191,9 @@ def _replicated(params: Sequence[Parameter], num_devices: int) -> Iterator[Findi
 def _repeated(rows: Sequence[SignalRow], module: Module) -> Iterator[Finding]:
     total = sum(row.flops for row in rows)
     for row in rows:
-        if row.flops_share and row.flops > REPEATED * row.flops_share and row.flops - row.flops_share > _NOTABLE * total / 2:
+        if row.repeats > REPEATED and row.flops - row.flops_share > _NOTABLE * total / 2:
             text = (
-                f"each device computes {row.flops / row.flops_share:.1f} times its share of the FLOPs ({row.flops / 1e9:.3g} instead of "
+                f"each device computes {row.repeats:.1f} times its share of the FLOPs ({row.flops / 1e9:.3g} instead of "
                 f"{row.flops_share / 1e9:.3g} GFLOP), so several devices repeat the same work. Name a tensor there and shard it over the "
                 "axis that is missing"
             )

@@ -29,7 +29,8 @@ class SignalRow:
 
     rule: file:line of the rule for the signal; empty without rules. specs: its parameters and how they are stored. activation_bytes:
     what the backward pass needs of the forward pass. sent: bytes by mesh axes. flops: FLOPs of the compiled program, so work that several
-    devices repeat counts on each. flops_share: this device's part of the traced program's FLOPs, as if no device repeated any.
+    devices repeat counts on each. flops_share: this device's part of the traced program's FLOPs, as if no device repeated any. repeats:
+    the first over the second without recompute, which XLA itself may run more often.
     compute_ms: time in kernels; exposed_ms: time of waiting for collectives; None without a target. roofline_ms: the time that its
     matmuls, its memory traffic, and its collectives by axes would need alone; empty without a target.
     """
@@ -42,6 +43,7 @@ class SignalRow:
     sent: Mapping[str, int]
     flops: float
     flops_share: float
+    repeats: float
     hbm_bytes: float
     compute_ms: float | None
     exposed_ms: float | None
@@ -71,14 +73,16 @@ def signal_rows(
     sent: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     for c in collectives:
         sent[c.signal][axes_text(c.axes)] += c.total_bytes
-    share: dict[str, float] = collections.defaultdict(float)
+    share, once, done = (collections.defaultdict[str, float](float) for _ in range(3))
     for row in traced:
         share[row.signal] += row.executed / num_devices
+        once[row.signal] += row.executed / num_devices * (row.phase != "recompute")
     # Names in the traced program and of collectives are full, but names of kernels may have lost their beginning.
     known = {*owned, *sent, *share}
     costs: dict[str, Cost] = collections.defaultdict(Cost)
     for origin, cost in walk.costs.items():
         costs[full_signal(origin.signal, known)].add(cost)
+        done[full_signal(origin.signal, known)] += cost.flops * (origin.phase != "recompute")
     activations: collections.Counter[str] = collections.Counter()
     for name, count in memory.activations.items():
         activations[full_signal(name, known)] += count
@@ -95,6 +99,7 @@ def signal_rows(
             sent=dict(sent[name]),
             flops=cost.flops,
             flops_share=share[name],
+            repeats=done[name] / once[name] if once[name] else 1.0,
             hbm_bytes=cost.hbm_bytes,
             compute_ms=cost.compute * 1e3 if timed else None,
             exposed_ms=cost.exposed * 1e3 if timed else None,

@@ -1,5 +1,7 @@
 """FLOPs of traced programs compared with closed forms, and bytes of compiled programs compared with counts by hand."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,7 +9,10 @@ from jax.sharding import PartitionSpec
 
 import jgt
 from jgt.planner.described import described
-from jgt.planner.flops import flops
+from jgt.planner.flops import Flops, flops
+from jgt.planner.hlo.origin import Origin
+from jgt.planner.signals import signal_rows
+from jgt.planner.walk import Cost, Walk
 from train.config import load
 from train.setup import prepare
 
@@ -105,6 +110,15 @@ def test_other_products_are_counted():
     # Backward, by the transposed matrices and for the matrices, takes twice that.
     trained = jax.grad(lambda x, w, s: jnp.sum(jax.lax.ragged_dot(x, w, s) ** 2), (0, 1))
     assert counted(trained, rows, groups, sizes)[0] == 3 * 2 * 6 * 4 * 5
+
+
+@pytest.mark.parametrize(("computed", "repeats"), [({"recompute": 3}, 1), ({"forward": 2, "backward": 4, "recompute": 2}, 2)])
+def test_devices_that_repeat_work_are_told_from_recompute_that_xla_repeats(computed, repeats):
+    once = {"forward": 1, "backward": 2, "recompute": 1}
+    walk = Walk(costs={Origin("attn", phase): Cost(flops=count) for phase, count in (once | computed).items()})
+    traced = [Flops(signal="attn", phase=phase, executed=8 * count, useful=8 * count) for phase, count in once.items()]
+    (row,) = signal_rows([], SimpleNamespace(activations={}), [], walk, traced, 8, None, None, timed=False)
+    assert (row.repeats, row.flops_share) == (repeats, 4)
 
 
 def test_a_loop_counts_as_often_as_its_name_says():

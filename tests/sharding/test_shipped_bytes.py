@@ -204,7 +204,7 @@ EIGHT_BITS = {
     "hybrid": ("{replica: 2, fsdp: 4}", "train.remat=matmuls"),
     "tensor": ("{data: 2, tensor: 4}",),
     "fsdp_tensor": ("{data: 1, fsdp: 4, tensor: 2}", "train.remat=block"),
-    "fsdp_sequence": ("{data: 1, fsdp: 4, tensor: 2}", "train.remat=block", PARTITIONED),
+    "fsdp_sequence": ("{data: 1, fsdp: 4, tensor: 2}", "train.remat=block"),
     "pipeline_sequence": ("{data: 1, fsdp: 2, stage: 2, tensor: 2}", PIPELINED, "pipeline.remat=layer"),
 }
 """Mesh and overrides by rules. The first three always run."""
@@ -214,11 +214,9 @@ EIGHT_BITS = {
 @pytest.mark.parametrize("rules", [*list(EIGHT_BITS)[:3], *(pytest.param(rules, marks=pytest.mark.slow) for rules in list(EIGHT_BITS)[3:])])
 def test_in_eight_bits_layers_and_head_send_what_the_formulas_say(rules):
     plan = planned(rules, *EIGHT_BITS[rules], "model.fp8=true")
-    found, said = Counter(), Counter()
-    for counts, rows in ((found, [(c.signal, c.total_bytes) for c in plan.collectives]), (said, [(e.signal, e.bytes) for e in plan.expected])):
-        for signal, number in rows:
-            counts[signal] += number
     for signal in ("layers/attn", "layers/mlp", "head"):
+        said = sum(row.bytes for row in plan.expected if row.signal == signal)
+        found = sum(c.total_bytes for c in plan.collectives if c.signal == signal)
         # Between blocks a split sequence is gathered in eight bits, where the formula has the bytes of the sum: an eighth less.
-        assert 0.85 * said[signal] < found[signal] < 1.1 * said[signal], signal
+        assert 0.85 * said < found < 1.1 * said, signal
     assert not [f for f in plan.findings if f.signal.startswith(("layers", "head"))]

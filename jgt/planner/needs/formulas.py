@@ -5,8 +5,8 @@ that into bytes. By the ring algorithms of `jgt.planner.hlo.collectives` a devic
 (n-1)/n B in a reduce-scatter of an array of B bytes, and twice that in an all-reduce. Hence:
 
 ZeRO-3 (arXiv 1910.02054, section 7). A parameter of b bytes on each device, sharded over n devices that split the batch, is gathered
-    once for the forward pass and once for the backward pass: (n-1) b each, of the type that matmuls read. A table that both passes read
-    in one place is gathered once, and eight bits a third time in a recompute, which makes them anew. Its gradient is reduce-scattered: (n-1)/n n b = (n-1) b.
+    once for the forward pass and once for the backward pass: (n-1) b each, in the type that matmuls read. A table that both passes read
+    in one place is gathered once, and eight bits once more in a recompute. Its gradient is reduce-scattered: (n-1)/n n b = (n-1) b.
 ZeRO-1. A parameter whose optimizer state is sharded over k devices, while the parameter is not, has its gradient reduce-scattered,
     (k-1)/k b, and is gathered after the update: (k-1) b/k. One that is stored like its state is gathered when the step starts instead.
 Data parallelism. The m devices that split the batch and neither of the two all-reduce the gradient: 2 (m-1)/m b.

@@ -48,9 +48,8 @@ def _by_bytes(plan: Plan) -> Iterator[str]:
 
 def _advice(row: SignalRow) -> str:
     """The bound of a signal's kernels, and how to change it."""
-    if row.flops_share and row.flops > REPEATED * row.flops_share:
-        times = row.flops / row.flops_share
-        return f"{times:.1f} times its share of the FLOPs. Shard a tensor there over one more axis (tensors: NAME: [...])"
+    if row.repeats > REPEATED:
+        return f"{row.repeats:.1f} times its share of the FLOPs. Shard a tensor there over one more axis (tensors: NAME: [...])"
     # An update does a few operations for each byte that it reads, on any hardware.
     if row.signal == OPTIMIZER:
         return f"{amount(row.hbm_bytes, 'B')} to and from memory. Shard the optimizer state (optimizer: '**': [...])"
