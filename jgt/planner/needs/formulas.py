@@ -51,10 +51,13 @@ def expected(params: Sequence[Parameter], usage: Usage) -> tuple[Expected, ...]:
     # Over the others replicas add up gradients by their own means.
     reduced = tuple(axis for axis in usage.batch if not any(axis in axes for axes in usage.summed))
     rows: collections.Counter[tuple[str, MeshAxes, str]] = collections.Counter({key: round(count) for key, count in usage.sent.items()})
+    # The all-to-alls of experts and the scales of eight bits keep sums in the loop over the parts of a batch.
+    adds_parts = not usage.has_experts and all(use.read_width == use.width for use in usage.parameters)
     for p, use in zip(params, usage.parameters, strict=True):
         # A parameter that several signals use (a tied embedding) is charged to the first.
         signal = p.signals[0] if p.signals else NONE
-        for axes, count, formula in [*_gathers(p, use, mesh, usage.batch), *_gradients(p, use, mesh, reduced, backend)]:
+        gradients = _gradients(p, use, mesh, reduced, backend, adds_parts=adds_parts)
+        for axes, count, formula in [*_gathers(p, use, mesh, usage.batch), *gradients]:
             rows[signal, axes, formula] += round(count)
         # ZeRO-1: each device updates its part of a parameter, by its part of the optimizer state, and the parts are gathered.
         more = tuple(a for a in mesh if mesh[a] > 1 and a in _axes(p.state_dims) - _axes(p.dims))
@@ -81,7 +84,7 @@ def _gathers(p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: Me
 
 
 def _gradients(
-    p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: MeshAxes, backend: Backend
+    p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: MeshAxes, backend: Backend, *, adds_parts: bool
 ) -> Iterator[tuple[MeshAxes, Fraction, str]]:
     """ZeRO-3, ZeRO-1 and data parallelism: each axis that splits the batch adds up the gradient in one of three ways."""
     if use.is_manual:
@@ -96,9 +99,11 @@ def _gradients(
     sent = use.counts["forward"] * p.local_bytes * use.width
     # A CPU's all-reduce sends twice as much as a reduce-scatter.
     passes = 1 if backend.is_gpu else 2
-    yield zero3, sent * (n - 1) * passes, "gradients reduce-scattered"
-    yield zero1, sent * Fraction(k - 1, k) * passes, "gradients reduce-scattered"
-    yield whole, sent * all_reduced(m), "gradients all-reduced"
+    # Where each part of the batch gathers the parameter, it scatters the gradient too. Sums of others XLA moves out of the loop.
+    once = sent / use.parts if adds_parts else sent
+    yield zero3, (once if use.brought.issuperset(zero3) else sent) * (n - 1) * passes, "gradients reduce-scattered"
+    yield zero1, once * Fraction(k - 1, k) * passes, "gradients reduce-scattered"
+    yield whole, once * all_reduced(m), "gradients all-reduced"
 
 
 def _partial_bytes(partial: PartialSum, mesh: Mapping[str, int], backend: Backend) -> Fraction:

@@ -25,7 +25,7 @@ from jgt.planner.needs.equations import Backend, MeshAxes, View, Views, all_redu
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, num_parts, sharding_dims
 from jgt.program.jaxpr import Equation, Program, Var
-from jgt.program.scopes import replicas_of, taken_share
+from jgt.program.scopes import expected_trips, replicas_of, taken_share
 from jgt.replacements.device_plan import plan_of
 from jgt.replacements.experts.exchange import weights_of
 
@@ -40,7 +40,8 @@ _KEEPS_PARTIAL = ("convert_element_type", "transpose", "reshape", "squeeze", "sh
 class ParameterUse:
     """The use of one parameter in a step.
 
-    item_bytes: the bytes of one number as it is stored. counts: how often all of it is used, by phase. width: the bytes of its narrowest
+    item_bytes: the bytes of one number as it is stored. counts: how often all of it is used, by phase. parts: the parts of the batch that
+    use it one after another. width: the bytes of its narrowest
     cast over its own (1/2: stored in f32, used in bf16), without eight bits, in which no gradient is added up. read_width: the same with
     eight bits. is_manual: whether it enters a shard_map that splits the batch itself. is_gathered: whether the program gathers it there.
     brought: the mesh axes over which the program gathers it once, before anything reads it. held: the axes along which devices keep
@@ -49,6 +50,7 @@ class ParameterUse:
 
     item_bytes: int
     counts: dict[str, Fraction] = field(default_factory=lambda: collections.defaultdict(Fraction))
+    parts: int = 1
     width: Fraction = Fraction(1)
     read_width: Fraction = Fraction(1)
     is_manual: bool = False
@@ -102,13 +104,15 @@ def carry(equation: Equation, sums: Sums, partial_sums: list[PartialSum], *, add
 class _Scope(NamedTuple):
     """The surroundings of an equation: its name stack, the trips of its loops, and the axes that split the batch and are not manual.
 
-    is_replaced: whether this is inside a replaced piece of program, whose plan contains what its sums send.
+    is_replaced: whether this is inside a replaced piece of program, whose plan contains what its sums send. parts: the trips of the loops
+    around it that are no scans, such as the one over the parts of a batch.
     """
 
     name: str
     times: Fraction
     batch: MeshAxes
     is_replaced: bool = False
+    parts: int = 1
 
     @property
     def runs(self) -> Fraction:
@@ -117,6 +121,14 @@ class _Scope(NamedTuple):
     @property
     def signal(self) -> str:
         return signal_of(self.name)
+
+
+def _trips(equation: Equation) -> int:
+    """The runs of an equation's programs in one run of it. A loop of unknown length counts as often as its name says, or once."""
+    if jx.is_scan(equation):
+        return equation.params["length"]
+    expected = expected_trips(f"{equation.source_info.name_stack}") if equation.primitive.name == "while" else None
+    return 1 if expected is None else expected
 
 
 def usage_of(compiled: Compiled, params: Sequence[Parameter]) -> Usage:
@@ -135,8 +147,8 @@ def usage_of(compiled: Compiled, params: Sequence[Parameter]) -> Usage:
 class Usage:
     """The uses of parameters in a program, and its partial sums. Programs inside it are read in turn, with the views of their variables.
 
-    mesh: the sizes of the mesh axes. batch: the axes that split the batch. parameters: the use of each parameter. sent: the bytes that a
-    device sends for values in between, by signal, mesh axes and formula.
+    mesh: the sizes of the mesh axes. batch: the axes that split the batch. parameters: the use of each parameter. has_experts: whether
+    rows travel to experts. sent: the bytes that a device sends for values in between, by signal, mesh axes and formula.
     """
 
     mesh: Mapping[str, int]
@@ -144,6 +156,7 @@ class Usage:
     backend: Backend
     parameters: list[ParameterUse]
     partial_sums: list[PartialSum] = field(default_factory=list[PartialSum])
+    has_experts: bool = False
     sent: dict[tuple[str, MeshAxes, str], Fraction] = field(default_factory=lambda: collections.defaultdict(Fraction))
     _counted: set[Var] = field(default_factory=set[Var])
 
@@ -160,6 +173,7 @@ class Usage:
             scope = around._replace(name=f"{around.name}/{equation.source_info.name_stack}")
             self._send(equation, scope, views)
             weights = weights_of(equation)
+            self.has_experts |= bool(weights)
             for var, dims in weights:
                 self._hold(var, dims, scope, views)
             for inner in jx.subprograms(equation):
@@ -195,14 +209,15 @@ class Usage:
     def _enter(self, equation: Equation, inner: Program, scope: _Scope, views: Views) -> None:
         # shard_map makes some axes manual: inside, shapes are one device's along them.
         manual = equation.params.get("newly_manual_axes", ())
-        times = scope.times * equation.params["length"] if jx.is_scan(equation) else scope.times
+        trips = _trips(equation)
+        times, parts = scope.times * trips, scope.parts * (1 if jx.is_scan(equation) else trips)
         inside: Views = {}
         for outer, var in zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True):
             if outer is not None and jx.is_var(outer) and outer in views:
                 view = inside[var] = into(views[outer], outer, var, times)
                 self.parameters[view.index].is_manual |= any(axis in self.batch for axis in manual)
         is_replaced = scope.is_replaced or plan_of(equation) is not None
-        self.read(inner, _Scope(scope.name, times, tuple(a for a in scope.batch if a not in manual), is_replaced), inside)
+        self.read(inner, _Scope(scope.name, times, tuple(a for a in scope.batch if a not in manual), is_replaced, parts), inside)
         for outer, atom in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
             if outer is None or not jx.is_var(atom) or atom not in inside:
                 continue
@@ -219,7 +234,9 @@ class Usage:
             # Several matmuls of a view share one gathered copy of it, in a recompute with the backward pass after it.
             if var not in self._counted:
                 self._counted.add(var)
-                self.parameters[view.index].counts[phase] += view.times * view.share * taken_share(scope.name)
+                use = self.parameters[view.index]
+                use.counts[phase] += view.times * view.share * taken_share(scope.name)
+                use.parts = max(use.parts, scope.parts)
             axes = tuple(a for a in self.mesh if a in contracted and a not in self.batch and self.mesh[a] > 1)
             if axes and not scope.is_replaced:
                 partial = PartialSum(scope.signal, axes, scope.runs * self._local_bytes(equation.outvars[0], scope), phase == "recompute")
