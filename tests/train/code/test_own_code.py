@@ -173,6 +173,32 @@ def test_a_loss_of_a_linen_model_learns_whether_it_is_trained(tmp_path, loss):
     assert draws == [True, False]
 
 
+LEAKY = """
+import jax.numpy as jnp
+from flax import nnx
+
+SEEN = []
+
+def data():
+    return [{"x": jnp.ones(8)}] * 8
+
+def loss(model, batch):
+    SEEN.append(model(batch["x"]).mean())
+    return SEEN[0]
+
+def linear(rngs):
+    return nnx.Linear(8, 1, rngs=rngs)
+"""
+
+
+def test_arrays_of_an_earlier_call_are_refused(tmp_path):
+    (tmp_path / "leaky_model.py").write_text(LEAKY)
+    names = {"model": {"kind": "leaky_model:linear"}, "data": {"source": "leaky_model:data"}}
+    run = load({**names, "train": {"loss": "leaky_model:loss", "batch": 8}}, code=read_code([tmp_path]))
+    with pytest.raises(InputError, match=r"^config: the model or its loss: a call uses an array of an earlier one"):
+        prepare(run, num_devices=1)
+
+
 def test_from_python_a_text_is_an_override_and_a_key_is_none():
     with pytest.raises(InputError, match=r"^Python: data\.source: python:object: returned a value of type list_iterator\. Return samples"):
         jgt.run({"train": {"loss": "a:b"}}, "train.steps=3", data=lambda: iter([]), loss=lambda model, batch: 0.0)
