@@ -94,7 +94,8 @@ def prepare(
 def _objective(program: ModelProgram, storage: Storage, train: TrainConfig, layout: MeshLayout, where: Where) -> Objective:
     """The loss of stored parameters. Raises InputError."""
     _check_remat(train.remat, storage.model.tensors, where)
-    if not program.loss.planned(*program.shapes)[1].is_reusable:
+    shapes: tuple[Any, ...] = program.shapes
+    if not program.loss.planned(*shapes)[1].is_reusable:
         why = "a call uses an array of an earlier one, which was only traced. Keep no arrays in globals, lists or attributes"
         raise InputError([f"{where('model.kind' if program.is_token_loss else 'train.loss')}: the model or its loss: {why}"])
     rows_meet = False
