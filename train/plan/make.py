@@ -25,7 +25,7 @@ from ..setup.fit import with_remat
 from .advice import Adviser, Setting
 from .sync import Exchange, formula_bytes
 
-_SETTINGS = ("train.remat", "train.accumulate", "model.layers", "optimizer.gradients", "optimizer.offload")
+_SETTINGS = ("train.accumulate", "model.layers", "model.dtype", "model.attention", "optimizer.gradients", "optimizer.offload")
 """The keys that a plan may advise to change."""
 
 
@@ -45,7 +45,8 @@ def make_plan(run: Run, target: Target | None, *, price: float | None = None) ->
     def fits(setup: Setup) -> Setup | None:
         work = _workload(setup, price)
         plan = jgt.plan(setup.train_step(), *setup.step_shapes, target=target, rules=run.rules, flags=flags, workload=work)
-        adviser = Adviser(plan=plan, settings=_settings(setup), rows=_rows(setup), work=work)
+        settings, is_gpu = settings_of(run, setup.program.remat), target is not None and target.is_described
+        adviser = Adviser(plan=plan, settings=settings, rows=_rows(setup), work=work, is_gpu=is_gpu)
         plans.append(plan.advised(adviser.advise()))
         return None if plan.memory.fits is False else setup
 
@@ -73,16 +74,16 @@ def _rows(setup: Setup) -> int:
     return run.config.train.batch // (parts * shards)
 
 
-def _settings(setup: Setup) -> dict[str, Setting]:
-    """The keys that advice may change, as far as the run has them: a model or an optimizer of the user's own lacks some."""
-    run = setup.run
+def settings_of(run: Run, remat: Remat) -> dict[str, Setting]:
+    """The keys that advice may change, as far as the run has them: a model or an optimizer of the user's own lacks some.
+
+    remat: the setting of `train.remat` that the plan has.
+    """
     values: dict[str, object] = {}
     for key in _SETTINGS:
         with contextlib.suppress(AttributeError):
             values[key] = attrgetter(key)(run.config)
-    values["train.remat"] = setup.program.remat
-    if setup.program.attention is not None:
-        values["model.attention"] = setup.program.attention.kernel.name
+    values["train.remat"] = remat
     if run.pipeline is not None:
         values |= {f"pipeline.{key}": getattr(run.pipeline, key) for key in ("microbatches", "schedule", "remat")}
     return {key: Setting(value=value, where=run.where(key)) for key, value in values.items()}

@@ -1,6 +1,7 @@
 """Advice: each saving against the arithmetic that it stands for."""
 
 import dataclasses
+from operator import attrgetter
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,9 @@ from jgt.pipeline.config import PipelineConfig
 from jgt.planner import Workload
 from jgt.planner.hlo.collectives import Collective
 from jgt.planner.memory import Memory
+from train.config import load
 from train.plan.advice import Adviser, Setting
+from train.plan.make import settings_of
 
 PIPELINE = Workload(pipeline=PipelineConfig(signal="layers", microbatches=8))
 GB = 10**9
@@ -59,6 +62,30 @@ def test_narrow_gradients_save_half_of_their_waiting():
     (one,) = advise(Step(collectives=(sent("f32", 300), sent("bf16", 100)), exposed_ms={"data": 40.0}), {"optimizer.gradients": None})
     assert one.key == "optimizer.gradients" and one.saves_ms == pytest.approx(40 * 0.75 / 2)
     assert not advise(Step(collectives=(sent("f32", 300),), exposed_ms={"data": 40.0}), {"optimizer.gradients": "bf16"})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ([], {"model.dtype"}),
+        (["model.dtype=bf16"], {"optimizer.gradients"}),
+        (["model.dtype=bf16", "model.attention=xla"], {"optimizer.gradients", "model.attention"}),
+        (["model.dtype=bf16", "optimizer.gradients=bf16", "train.accumulate=4"], {"train.accumulate"}),
+    ],
+)
+def test_a_run_may_have_what_is_advised(overrides, keys):
+    run = load("configs/quickstart.yaml", overrides)
+    attention = SimpleNamespace(signal="layers/attn", rule="", roofline_ms={"memory": 9.0, "matmul": 2.0})
+    collectives = (sent("f32", 300), sent("f32", 300, kind="all-gather") if keys == {"train.accumulate"} else sent("f32", 1))
+    collectives = tuple(dataclasses.replace(c, count=4) for c in collectives)
+    step = Step(signals=(attention,), collectives=collectives, exposed_ms={"data": 40.0}, parts_ms={"matmul": 50.0})
+    settings = settings_of(run, "none")
+    found = Adviser(plan=step, settings=settings, rows=4, work=PIPELINE).advise()
+    assert {advice.key for advice in found} == keys
+    for advice in found:
+        value = advice.text.partition(f"{advice.key}: ")[2].split()[0]
+        changed = load("configs/quickstart.yaml", [*overrides, f"{advice.key}={value}"])
+        assert attrgetter(advice.key)(changed.config) != settings[advice.key].value
 
 
 def test_a_step_that_does_not_fit_gets_advice_about_memory_only():
