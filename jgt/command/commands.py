@@ -76,6 +76,18 @@ _OWN = {
         make_parser="verify_parser",
     ),
     "plan": Command(purpose="show what XLA does with the training step, also for GPUs that you do not have", module=".plan.__main__"),
+    "inspect": Command(
+        purpose="show which model a folder of Hugging Face describes",
+        module=".published",
+        function="inspect",
+        make_parser="inspect_parser",
+    ),
+    "export": Command(
+        purpose="write the model of a run as a folder that transformers loads",
+        module=".published",
+        function="export",
+        make_parser="export_parser",
+    ),
     "calibrate": Command(purpose="measure the devices of this machine, for the times of plans", module="jgt.planner.calibrate.__main__"),
     "schedule": Command(purpose="show and compare pipeline schedules", module="jgt.schedule.__main__"),
     "schema": Command(purpose="print the JSON Schema of run files or rules files, for editors", module=".config.schema"),

@@ -13,10 +13,9 @@ from plugin import needs_plugin
 import jgt
 from jgt.program import jaxpr as jx
 from jgt.signal import context, tensor
-from train.models.config import ModelConfig
-from train.models.gpt import GPT
+from train.models.config import GPTConfig, ModelConfig
+from train.models.decoder import Decoder
 from train.models.kernels import XLA
-from train.models.llama import Llama
 from train.setup.remat import with_remat_of
 
 ROWS, SEQ, EMBED, FFN = 4, 16, 8, 32
@@ -135,8 +134,8 @@ def test_linen():
 
 
 def decoder(kind, remat, seq=32):
-    config = ModelConfig(kind=kind, layers=2, embed=64, heads=8, kv_heads=8, ffn=128, vocab=64, seq=seq)
-    graph, p = nnx.split({"llama": Llama, "gpt": GPT}[kind](config, rngs=nnx.Rngs(0)))
+    config = {"llama": ModelConfig, "gpt": GPTConfig}[kind](layers=2, embed=64, heads=8, kv_heads=8, ffn=128, vocab=64, seq=seq)
+    graph, p = nnx.split(Decoder(config, rngs=nnx.Rngs(0)))
     tokens = jax.random.randint(jax.random.key(0), (8, seq), 0, 64)
 
     def nats(p, batch):

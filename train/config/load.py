@@ -29,6 +29,7 @@ from ..sections import (
     missing_loggers,
 )
 from ..sync.config import SyncConfig
+from ..weights.described import with_published
 from .config import OWN, Config, Run
 from .sync import sync_problems
 
@@ -64,6 +65,8 @@ def load(
     for key, part in code.objects.items():
         with InputError.collect(all_problems):
             root = document.override(root, f"{key}={object_name(part)}", "Python")
+    with InputError.collect(all_problems):
+        root = with_published(root)
     # Without a document there is nothing to check; the overrides were still read for their own problems.
     if not is_readable:
         raise InputError(all_problems)

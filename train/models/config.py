@@ -1,67 +1,27 @@
-"""The `model:` section, and what a config has to know of each kind of model before the model's code is imported.
+"""The `model:` section, which is checked before JAX is imported: a typo is reported at once, even on a machine without JAX's libraries.
 
-A config is checked before JAX is imported, so that a typo is reported at once, even on a machine without JAX's libraries. But whether a
-config is right depends on the kind of model: rotary positions need heads of an even size, and the default width of the MLP differs. The
-few facts of this sort are a row of `KINDS` for each kind, which also names the model's class. The class reads the same row for what it
-shares with other kinds (positions, a tied embedding), so that no fact is written twice, and nothing else in the trainer asks for the kind.
+A kind is a set of defaults of the decoder's options, a class for each kind here. Nothing else in the trainer asks for the kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from jgt.document import Bound, Node
+from jgt.document import Bound, LocalPath, Node
 
 from ..code.names import OR_OWN, is_name
-from ..sections import OTHER_WORDS, Positive
+from ..sections import OTHER_WORDS
 from .experts.config import ExpertsConfig
+from .options import Options
 
 Width = Annotated[int, Bound(low=1, high=1_000_000)]
 Heads = Annotated[int, Bound(low=1, high=10_000)]
 Large = Annotated[int, Bound(low=1, high=10_000_000)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelKind:
-    """Facts about a kind of model.
-
-    decoder: its class, as module:class, relative to this package. positions: rotary, in attention, or a learned table. default_ffn: the
-    MLP's width for a width of the residual stream. is_always_tied: the embedding is the output projection too, whatever `model.tied` says.
-    has_kv_heads: several query heads may share a key/value head. has_experts: its MLP may be a mixture of experts, which are gated.
-    """
-
-    decoder: str
-    positions: Literal["rotary", "learned"]
-    default_ffn: Callable[[int], int]
-    is_always_tied: bool = False
-    has_kv_heads: bool = True
-    has_experts: bool = True
-
-
-KINDS = {
-    "llama": ModelKind(
-        decoder=".llama:Llama",
-        positions="rotary",
-        # SwiGLU has three matrices where GELU has two: 2/3 of 4 x embed has as many parameters, rounded up to a multiple of 64.
-        default_ffn=lambda embed: -(-8 * embed // (3 * 64)) * 64,
-    ),
-    "gpt": ModelKind(
-        decoder=".gpt:GPT",
-        positions="learned",
-        default_ffn=lambda embed: 4 * embed,
-        is_always_tied=True,
-        has_kv_heads=False,
-        has_experts=False,
-    ),
-}
-
-if TYPE_CHECKING:
-    KindName = str
-else:
-    # The values that `bind` accepts follow from the table, where a type checker wants them spelled out.
-    KindName = Literal[tuple(KINDS)]
+KindName = Literal["llama", "gpt"]
 AttentionName = Literal["auto", "xla", "cudnn"]
 
 
@@ -80,6 +40,7 @@ class OwnModel:
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
 
     fp8: ClassVar[bool] = False
+    logits_softcap: ClassVar[float | None] = None
 
     def flops_per_token(self, num_parameters: int) -> float:
         """FLOPs of the forward and the backward pass for one token, as if every parameter were multiplied once (arXiv 2001.08361)."""
@@ -87,17 +48,19 @@ class OwnModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Options):
     """A decoder: `llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU) or `gpt` (LayerNorm, learned positions, GELU).
 
-    dtype: the type of matmuls and activations; parameters are f32. head_dim: the size of a head, embed / heads if null. fp8: the layers'
-    matmuls run in eight bits. tied: the embedding is the output projection too (gpt always). attention: cuDNN's kernel or XLA's program;
+    hf: a folder of Hugging Face whose config.json gives the other keys and whose files the parameters, or a config.json alone. dtype: the
+    type of matmuls and activations; parameters are f32. head_dim: the size of a head, embed / heads if null. fp8: the layers'
+    matmuls run in eight bits. tied: the embedding is the output projection too. attention: cuDNN's kernel or XLA's program;
     auto: cuDNN if available, otherwise XLA; the choice is logged. experts: a mixture of
     experts in the place of the MLP; null: the MLP.
     """
 
     WORDS = OTHER_WORDS
     kind: Annotated[KindName, OR_OWN] = "llama"
+    hf: LocalPath | None = None
     layers: Annotated[int, Bound(low=1, high=10_000)] = 4
     embed: Width = 128
     heads: Heads = 4
@@ -111,18 +74,12 @@ class ModelConfig:
     dtype: Literal["f32", "bf16"] = "f32"
     fp8: bool = False
     attention: AttentionName = "auto"
-    rope_theta: Positive = 10_000.0
-    norm_eps: Positive = 1e-5
 
     @staticmethod
     def variant(node: Node) -> type:
         """The class of the section, by its `kind`."""
-        return OwnModel if is_name(node.find("kind").value) else ModelConfig
-
-    @property
-    def facts(self) -> ModelKind:
-        """The facts that are true of every model of this kind."""
-        return KINDS[self.kind]
+        kind = node.find("kind").value
+        return OwnModel if is_name(kind) else GPTConfig if kind == "gpt" else ModelConfig
 
     @property
     def num_kv_heads(self) -> int:
@@ -137,7 +94,8 @@ class ModelConfig:
     @property
     def ffn_size(self) -> int:
         """The width of the MLP."""
-        return self.ffn or self.facts.default_ffn(self.embed)
+        # A gated MLP has three matrices where another has two: 2/3 of 4 x embed has as many parameters, rounded up to a multiple of 64.
+        return self.ffn or (-(-8 * self.embed // (3 * 64)) * 64 if self.gated else 4 * self.embed)
 
     @property
     def idle_parameters(self) -> int:
@@ -148,11 +106,6 @@ class ModelConfig:
         # An expert has three matrices: gate, up and down.
         return (self.layers - experts.first_dense) * (experts.count - experts.choose) * 3 * self.embed * (experts.ffn or self.ffn_size)
 
-    @property
-    def is_tied(self) -> bool:
-        """Whether one table embeds tokens and scores them."""
-        return self.tied or self.facts.is_always_tied
-
     def flops_per_token(self, num_parameters: int) -> float:
         """FLOPs of the forward and the backward pass for one token, the numerator of MFU.
 
@@ -160,11 +113,14 @@ class ModelConfig:
         for the half of the scores that a causal mask leaves. Recompute does not count. Rows that are looked up are not multiplied:
         learned positions, and the embedding unless it is the output projection too. Nor are experts that a token does not go through.
         """
-        looked_up = 0 if self.is_tied else self.vocab * self.embed
-        looked_up += self.seq * self.embed if self.facts.positions == "learned" else 0
-        # Scores and weighted values are two matmuls of 2 FLOPs each. Forward and backward make it three times as much, the causal
-        # mask half: 2 · 2 · 3 / 2 = 6.
-        attention = 6 * self.layers * self.heads * self.head_size * self.seq
+        looked_up = 0 if self.tied else self.vocab * self.embed
+        looked_up += self.seq * self.embed if self.positions == "learned" else 0
+        window = min(self.window or self.seq, self.seq)
+        windowed = 0 if self.window is None else self.layers - len(set(self.full_layers))
+        # The tokens that a token sees on average: half of the sequence, or a window that is shorter for the first tokens.
+        seen = (self.layers - windowed) * self.seq / 2 + windowed * (window - window**2 / (2 * self.seq))
+        # Scores and weighted values are two matmuls of 2 FLOPs each. Forward and backward make it three times as much.
+        attention = 12 * self.heads * self.head_size * seen
         return 6.0 * (num_parameters - looked_up - self.idle_parameters) + attention
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -174,7 +130,7 @@ class ModelConfig:
             yield "heads", f"embed {self.embed} is not divisible by heads {self.heads}. Change one of them, or give head_dim"
         if self.heads % self.num_kv_heads:
             yield "kv_heads", f"heads {self.heads} is not divisible by kv_heads {self.num_kv_heads}. Use a divisor of {self.heads}"
-        if self.facts.positions == "rotary" and self.head_size % 2:
+        if self.positions == "rotary" and self.head_size % 2:
             if self.head_dim is not None:
                 yield "head_dim", f"RoPE rotates pairs, but heads have the odd size {self.head_size}. Use an even size"
             elif self.embed % self.heads == 0:
@@ -184,16 +140,26 @@ class ModelConfig:
                     "heads",
                     f"embed {self.embed} / heads {self.heads} is {self.head_size}, but RoPE needs an even size of heads. {remedy}",
                 )
-        if not self.facts.has_kv_heads and self.kv_heads not in (None, self.heads):
-            others = " or ".join(name for name, kind in KINDS.items() if kind.has_kv_heads)
-            yield "kv_heads", f"{self.kind} has as many key/value heads as heads ({self.heads}). Leave kv_heads out, or use kind: {others}"
+        yield from self.option_problems(self.layers, self.head_size)
         if self.experts is not None:
             yield from self._expert_problems(self.experts)
 
     def _expert_problems(self, experts: ExpertsConfig) -> Iterator[tuple[str, str]]:
-        if not self.facts.has_experts:
-            others = " or ".join(name for name, kind in KINDS.items() if kind.has_experts)
-            yield "experts", f"{self.kind} has no experts. Leave experts out, or use kind: {others}"
+        if not self.gated or self.parallel:
+            yield "experts", "experts are gated MLPs behind the attention. Leave experts out, or gated: false and parallel"
         if experts.first_dense >= self.layers:
             remedy = f"Use {self.layers - 1} at most, or leave experts out"
             yield "experts", f"first_dense {experts.first_dense} leaves none of the {self.layers} layers for experts. {remedy}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig(ModelConfig):
+    """GPT-2: LayerNorm, learned positions, GELU, biases, one table that embeds and scores."""
+
+    kind: Annotated[KindName, OR_OWN] = "gpt"
+    positions: Literal["rotary", "learned"] = "learned"
+    norm: Literal["rms", "rms_plus_one", "layer"] = "layer"
+    biases: tuple[Literal["qkv", "out", "mlp"], ...] = ("qkv", "out", "mlp")
+    gated: bool = False
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "gelu_tanh"
+    tied: bool = True

@@ -1,9 +1,8 @@
 """The decoder that every kind of model is: tokens in, a stack of equal layers, scores of the next token out.
 
-Kinds differ in a few parts: the block that is one layer, the norm, the MLP, biases, where positions enter, whether one table both embeds
-and scores. What they share is here once, and a kind is a subclass of `Decoder` that names its parts (see `llama.py`). The layers are one
-module whose parameters have a leading dim [layers, ...], run by a scan: the program, and the time to compile it, does not grow with depth.
-That scan is what a pipeline cuts into stages.
+Models differ in options (`options.py`): the norm and its place, the MLP, biases, where positions enter, which tokens a layer sees. The
+layers are one module whose parameters have a leading dim [layers, ...], run by a scan: the program, and the time to compile it, does not
+grow with depth. That scan is what a pipeline cuts into stages.
 
 Signals name the regions (`embed`, `layers`, `attn`, `mlp`, `head`) and the values in them; they do nothing until rules name them.
 
@@ -12,7 +11,6 @@ b batch, s seq, d embed, v vocab.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -30,9 +28,11 @@ from .experts import balance
 from .experts.balance import Routed
 from .experts.config import ExpertsConfig
 from .kernels import XLA, AttentionKernel
-from .linear import cheap, compute_type
+from .linear import cheap, compute_type, make_norm
+from .mlp import MLP
 from .model import Model, Table, Terms, Vector, of_nnx
 from .moe import MoE
+from .rope import LayerFlags
 
 TABLE_INIT = nnx.initializers.variance_scaling(1.0, "fan_out", "normal")
 """For a table [rows, embed]: rows start with a length of about 1."""
@@ -40,10 +40,7 @@ TABLE_INIT = nnx.initializers.variance_scaling(1.0, "fan_out", "normal")
 
 def build(config: ModelConfig, attention: AttentionKernel = XLA) -> Model:
     """The model of a config; allocates nothing."""
-    # By name, because the table of kinds is read where JAX must not be imported.
-    module, _, name = config.facts.decoder.partition(":")
-    kind: Callable[..., Decoder] = getattr(importlib.import_module(module, __package__), name)
-    model, experts = of_nnx(lambda rngs: kind(config, attention, rngs=rngs)), config.experts
+    model, experts = of_nnx(lambda rngs: Decoder(config, attention, rngs=rngs)), config.experts
     if experts is None:
         return model
     settle = partial(balance.settled, config=experts)
@@ -51,53 +48,55 @@ def build(config: ModelConfig, attention: AttentionKernel = XLA) -> Model:
 
 
 class Decoder(nnx.Module):
-    """Tokens [b, s] → logits [b, s, v] in f32. A subclass is a kind of model: it names a block, norm and MLP, and if layers have biases."""
-
-    make_block: Callable[..., nnx.Module]
-    make_norm: Callable[..., nnx.Module]
-    make_mlp: Callable[..., nnx.Module]
-    use_bias: bool
+    """Tokens [b, s] → logits [b, s, v] in f32."""
 
     def __init__(self, config: ModelConfig, attention: AttentionKernel = XLA, *, rngs: nnx.Rngs):
         dtype = compute_type(config)
-        is_learned = config.facts.positions == "learned"
         # Each line draws random keys in turn: in another order, the same seed would give other initial values.
         self.embed = Embedding(config.vocab, config.embed, dtype, name="embedding", rngs=rngs)
+        is_learned = config.positions == "learned"
         self.positions = Vector(TABLE_INIT(rngs.params(), (config.seq, config.embed), jnp.float32)) if is_learned else None
         dense = 0 if config.experts is None else config.experts.first_dense
-        self.dense = stacked(lambda rngs: self.make_block(replace(config, experts=None), type(self), attention, rngs=rngs), dense, rngs)
-        self.layers = stacked(lambda rngs: self.make_block(config, type(self), attention, rngs=rngs), config.layers - dense, rngs)
-        self.norm = self.make_norm(config.embed, epsilon=config.norm_eps, dtype=dtype, rngs=rngs)
-        self.head = None if config.is_tied else Embedding(config.vocab, config.embed, dtype, name="unembedding", rngs=rngs)
-        self.experts = config.experts
+        self.dense = stacked(lambda rngs: Block(replace(config, experts=None), attention, rngs=rngs), dense, rngs)
+        self.layers = stacked(lambda rngs: Block(config, attention, rngs=rngs), config.layers - dense, rngs)
+        self.norm = make_norm(config, config.embed, rngs)
+        self.head = None if config.tied else Embedding(config.vocab, config.embed, dtype, name="unembedding", rngs=rngs)
+        self.config = config
         self.terms: Terms = nnx.data({})
         self.counts: Any = nnx.data(())
 
     def __call__(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
         x, table = self.features(tokens, segments)
         with signal.context("head"):
-            return scores(x, table)
+            return scores(x, table, self.config.logits_softcap)
 
     def features(self, tokens: jax.Array, segments: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """The two factors of the logits: normed activations [b, s, d] and a table [v, d].
 
         segments: the position [b, s] at which the document of each token begins; None if each row is one document.
         """
+        experts = self.config.experts
         with signal.context("embed"):
             x = signal.tensor(self.embed(tokens), "rows")
             if self.positions is not None:
                 x = x + _positions(self.positions[...], tokens.shape[1], segments).astype(x.dtype)
+            if self.config.embed_scale != 1:
+                x = x * jnp.asarray(self.config.embed_scale, x.dtype)
             # It has another name, so that `out` of this signal may differ from the layout of the rows.
             x = signal.tensor(x, "stream")
         with signal.context("layers"):
+            num_dense = 0 if experts is None else experts.first_dense
             if self.dense is not None:
-                x, _ = scan_layers(self.dense, x, segments)
-            x, sums = scan_layers(self.layers, x, segments)
-        if self.experts is not None:
-            self._count(sums, tokens.shape[1], self.experts)
+                x, _ = scan_layers(self.dense, x, segments, layer_flags(self.config, 0, num_dense))
+            x, sums = scan_layers(self.layers, x, segments, layer_flags(self.config, num_dense, self.config.layers))
+        if experts is not None:
+            self._count(sums, tokens.shape[1], experts)
         with signal.context("head"):
+            x = self.norm(x)
+            if self.config.logits_scale != 1:
+                x = x * jnp.asarray(self.config.logits_scale, x.dtype)
             # [b, s, d] and [v, d]
-            return signal.tensor(signal.tensor(self.norm(x), "normed"), "operand"), (self.head or self.embed).table()
+            return signal.tensor(signal.tensor(x, "normed"), "operand"), (self.head or self.embed).table()
 
     def _count(self, sums: Routed, seq: int, experts: ExpertsConfig) -> None:
         """Keeps what the layers have routed: the terms of the loss, the loads for the step, and the counts [L, b, E] for metrics."""
@@ -107,28 +106,43 @@ class Decoder(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP, each reads a normed x and adds to x (pre-norm, arXiv 2002.04745).
+    """One layer: attention and MLP, which add to x. Their norms are before them (arXiv 2002.04745), after them, or both.
 
     [b, s, d] → [b, s, d] and, with experts in the place of the MLP, what they were given.
     """
 
-    def __init__(self, config: ModelConfig, kind: type[Decoder], attention: AttentionKernel, *, rngs: nnx.Rngs):
-        self.attn_norm = kind.make_norm(config.embed, epsilon=config.norm_eps, dtype=compute_type(config), rngs=rngs)
-        self.attn = Attention(config, attend=attention.attend, use_bias=kind.use_bias, rngs=rngs)
-        self.mlp_norm = kind.make_norm(config.embed, epsilon=config.norm_eps, dtype=compute_type(config), rngs=rngs)
-        self.mlp = kind.make_mlp(config, rngs=rngs) if config.experts is None else None
-        self.moe = None if config.experts is None else MoE(config, kind.make_mlp, rngs=rngs)
+    def __init__(self, config: ModelConfig, attention: AttentionKernel, *, rngs: nnx.Rngs):
+        norm = partial(make_norm, config, config.embed, rngs)
+        is_before, is_after = config.norm_place != "after", config.norm_place != "before"
+        self.attn_norm = norm() if is_before else None
+        self.attn = Attention(config, attend=attention.attend, rngs=rngs)
+        self.mlp_norm = norm() if is_before and config.parallel != "one_norm" else None
+        self.mlp: Any = MLP(config, rngs=rngs) if config.experts is None else None
+        self.moe = None if config.experts is None else MoE(config, rngs=rngs)
+        self.attn_post, self.mlp_post = (norm(), norm()) if is_after else (None, None)
+        self.parallel, self.scale = config.parallel, config.residual_scale
 
-    def __call__(self, x: jax.Array, segments: jax.Array | None = None) -> tuple[jax.Array, Routed | None]:
+    def __call__(self, x: jax.Array, segments: jax.Array | None, flags: LayerFlags) -> tuple[jax.Array, Routed | None]:
+        before, sums = x, None
         with signal.context("attn"):
-            x = x + self.attn(signal.tensor(cheap(self.attn_norm)(x), "normed"), segments)
-        if self.mlp is not None:
-            with signal.context("mlp"):
-                return x + self.mlp(signal.tensor(cheap(self.mlp_norm)(x), "normed")), None
-        assert self.moe is not None
-        with signal.context("moe"):
-            y, sums = self.moe(signal.tensor(cheap(self.mlp_norm)(x), "normed"))
-            return x + y, sums
+            normed = _normed(self.attn_norm, x)
+            x = self._added(x, self.attn(normed, segments, flags), self.attn_post)
+        with signal.context("mlp" if self.moe is None else "moe"):
+            if self.parallel != "one_norm":
+                normed = _normed(self.mlp_norm, before if self.parallel else x)
+            if self.moe is not None:
+                y, sums = self.moe(normed)
+            else:
+                y = self.mlp(normed)
+            return self._added(x, y, self.mlp_post), sums
+
+    def _added(self, x: jax.Array, y: jax.Array, norm: Any) -> jax.Array:
+        y = y if norm is None else cheap(norm)(y)
+        return x + (y if self.scale == 1 else y * jnp.asarray(self.scale, y.dtype))
+
+
+def _normed(norm: Any, x: jax.Array) -> jax.Array:
+    return signal.tensor(x if norm is None else cheap(norm)(x), "normed")
 
 
 def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.Rngs) -> Any:
@@ -141,15 +155,32 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.R
     return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(num_layers))
 
 
-def scan_layers(layers: Any, x: jax.Array, segments: jax.Array | None) -> tuple[jax.Array, Any]:
-    """x [b, s, d] through stacked layers, each of which also reads the segments [b, s], and what else they return, [layers, ...]."""
+def scan_layers(layers: Any, x: jax.Array, segments: jax.Array | None, flags: LayerFlags) -> tuple[jax.Array, Any]:
+    """x [b, s, d] through stacked layers, each of which also reads the segments [b, s], and what else they return, [layers, ...].
+
+    flags: those of all layers, [layers] where they differ.
+    """
     # All layers have the same graph of modules. The scan takes one layer's slice of each parameter and fills the graph with it.
     graphdef, params = nnx.split(layers)
+    varied = {name: flag for name, flag in flags._asdict().items() if not isinstance(flag, bool)}
 
-    def layer(x: jax.Array, params: Any) -> tuple[jax.Array, Any]:
-        return nnx.merge(graphdef, params)(x, segments)
+    def layer(x: jax.Array, own: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+        params, varied = own
+        return nnx.merge(graphdef, params)(x, segments, flags._replace(**varied))
 
-    return jax.lax.scan(layer, x, params)
+    return jax.lax.scan(layer, x, (params, varied))
+
+
+def layer_flags(config: ModelConfig, first: int, end: int) -> LayerFlags:
+    """The flags of layers first to end: one bool if it is that of all of them, otherwise bool[layers]."""
+
+    def flag(is_true: Callable[[int], bool]) -> bool | jax.Array:
+        values = [is_true(n) for n in range(first, end)]
+        return values[0] if len(set(values)) == 1 else jnp.array(values)
+
+    return LayerFlags(
+        is_full=flag(lambda n: config.window is None or n in config.full_layers), rotates=flag(lambda n: n not in config.unrotated_layers)
+    )
 
 
 def _positions(table: jax.Array, seq: int, segments: jax.Array | None) -> jax.Array:
@@ -177,7 +208,8 @@ class Embedding(nnx.Module):
         return signal.tensor(jnp.asarray(getattr(self, self.name)[...], self.dtype), "table")
 
 
-def scores(x: jax.Array, table: jax.Array) -> jax.Array:
-    """Logits [b, s, v] in f32 of every token at every position, from features [b, s, d] and a table [v, d]."""
+def scores(x: jax.Array, table: jax.Array, softcap: float | None = None) -> jax.Array:
+    """Logits [b, s, v] in f32 of every token at every position, from features [b, s, d] and a table [v, d]. softcap: their limit."""
     # Sums of products are f32 even of bf16 factors: the loss takes their exponential, which would magnify a rounding.
-    return signal.tensor(jnp.einsum("bsd,vd->bsv", x, table, preferred_element_type=jnp.float32), "logits")
+    logits = signal.tensor(jnp.einsum("bsd,vd->bsv", x, table, preferred_element_type=jnp.float32), "logits")
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)

@@ -32,6 +32,7 @@ Attend = Callable[..., jax.Array]
 """attend(q [b, s, n, h], k [b, s, k, h], v [b, s, k, h], mask=bool [b, 1, s, s] or None) → [b, s, n, h]: causal attention.
 
 A key/value head serves n / k query heads. mask: which pairs of a query and a key may meet, apart from their order; None: all of them.
+Models that need them also pass scale (of the scores), softcap (their limit) and window (the number of tokens that a token sees).
 """
 
 
@@ -88,13 +89,18 @@ def _cudnn_obstacle(config: ModelConfig, device: Any, sharing: int) -> str:
         return "there is no NVIDIA GPU"
     if config.dtype != "bf16":
         return "it needs model.dtype: bf16"
+    if config.attention_softcap is not None:
+        return "it has no attention_softcap"
+    if config.window is not None and config.window < config.seq and config.full_layers:
+        return "its window is the same in all layers"
     if config.num_kv_heads % sharing:
         return f"its {config.num_kv_heads} kv_heads do not divide over the {sharing} devices of a pipeline's stage"
     # [1, s, n, h] and [1, s, k, h]
     q, k = (jax.ShapeDtypeStruct((1, config.seq, n, config.head_size), jnp.bfloat16) for n in (config.heads, config.num_kv_heads))
 
     def summed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jnp.sum(CUDNN.attend(q, k, v).astype(jnp.float32))
+        window = {} if config.window is None or config.window >= config.seq else {"window": config.window}
+        return jnp.sum(CUDNN.attend(q, k, v, **window).astype(jnp.float32))
 
     try:
         # The gradient is traced too, because the backward kernel has other conditions.
@@ -121,13 +127,27 @@ def has_foreign_mask(program: str) -> bool:
 # -- XLA's program -----------------------------------------------------------------------------------------------------
 
 
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, *, mask: jax.Array | None = None) -> jax.Array:
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: jax.Array | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    window: int | jax.Array | None = None,
+) -> jax.Array:
     """q [b, s, n, h], k and v [b, s, k, h], mask bool [b, 1, s, s] or None → [b, s, n, h]. Scores and softmax are in f32."""
     (b, s, _, h), heads = q.shape, k.shape[2]
     # [b, s, n, h] → [b, s, k, g, h]: the query heads of a key/value head are neighbours.
     grouped = q.reshape(b, s, heads, -1, h)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * h**-0.5
-    is_seen = jnp.tril(jnp.ones((s, s), bool))[None, None, None]
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * (scale or h**-0.5)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    is_seen = jnp.tril(jnp.ones((s, s), bool))
+    if window is not None:
+        is_seen = is_seen & (jnp.arange(s)[:, None] - jnp.arange(s)[None, :] < window)
+    is_seen = is_seen[None, None, None]
     # [b, 1, s, s] → [b, 1, 1, s, s]
     is_seen = is_seen if mask is None else is_seen & mask[:, :, None]
     return jnp.einsum("bkgts,bskh->btkgh", _probabilities(scores, is_seen, v.dtype), v).reshape(q.shape)
@@ -153,10 +173,15 @@ def _backward(dtype: jnp.dtype, p: jax.Array, g: jax.Array) -> tuple[jax.Array, 
 _probabilities.defvjp(_forward, _backward)
 
 
+def _attend_by_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None, **options: Any) -> jax.Array:
+    limited = {} if window is None else {"local_window_size": (window - 1, 0)}
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn", **limited, **options)
+
+
 CUDNN = AttentionKernel(
     name="cudnn",
     label="cuDNN's kernel",
-    attend=partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"),
+    attend=_attend_by_cudnn,
     keeps_scores=False,
     forward="dot_product_attention_fwd",
     obstacle=_cudnn_obstacle,

@@ -1,4 +1,4 @@
-"""The linear layer, and the operations between matmuls, which a backward pass computes again.
+"""The linear layer and the norm, and the operations between matmuls, which a backward pass computes again.
 
 Parameters are f32, and a matmul runs in the type that `model.dtype` names, so the kernel is cast each time it is used. With `model.fp8`
 both sides are rounded to eight bits as well (`eight_bits.py`).
@@ -6,7 +6,8 @@ both sides are rounded to eight bits as well (`eight_bits.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -74,7 +75,45 @@ def _is_sum(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive is jax.lax.reduce_sum_p
 
 
-@cheap
-def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
     """The hidden units of a gated MLP (SwiGLU, arXiv 2002.05202)."""
-    return jax.nn.silu(gate) * up
+    return cheap(_GATES[activation])(gate, up)
+
+
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+}
+"""By their names in `model.activation`. gelu is exact, gelu_tanh the usual approximation of it."""
+
+
+def _gate(activation: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    return lambda gate, up: activation(gate) * up
+
+
+_GATES = {name: _gate(activation) for name, activation in ACTIVATIONS.items()}
+"""One function for each activation, since JAX stores what it traces by function."""
+
+
+class OffsetRMSNorm(nnx.Module):
+    """RMSNorm (arXiv 1910.07467) over the last dim whose factor is 1 + scale, as in Gemma (arXiv 2403.08295), all of it in f32."""
+
+    def __init__(self, size: int, *, epsilon: float, dtype: jnp.dtype, rngs: nnx.Rngs):
+        del rngs
+        self.scale = nnx.Param(jnp.zeros(size, jnp.float32))
+        self.epsilon, self.dtype = epsilon, dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.epsilon)
+        factor = (1 + self.scale[...]).reshape(*(1,) * (x.ndim - 1), -1)
+        return (normed * factor).astype(self.dtype)
+
+
+_NORMS: Mapping[str, Callable[..., nnx.Module]] = {"rms": nnx.RMSNorm, "rms_plus_one": OffsetRMSNorm, "layer": nnx.LayerNorm}
+
+
+def make_norm(config: ModelConfig, size: int, rngs: nnx.Rngs) -> Any:
+    """The norm of a model over a last dim of this size."""
+    return _NORMS[config.norm](size, epsilon=config.norm_eps, dtype=compute_type(config), rngs=rngs)

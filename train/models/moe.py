@@ -26,19 +26,20 @@ from .experts.balance import Bias, Load, Routed, routed
 from .experts.config import ExpertsConfig
 from .experts.routing import route
 from .linear import READING_INIT, adding_init, compute_type, gated
+from .mlp import MLP
 
 
 class MoE(nnx.Module):
-    """[b, s, d] → [b, s, d] and what was routed. make_mlp: of the experts that all tokens go through."""
+    """[b, s, d] → [b, s, d] and what was routed."""
 
-    def __init__(self, config: ModelConfig, make_mlp: Callable[..., nnx.Module], *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         experts = config.experts
         assert experts is not None
         ffn = experts.ffn or config.ffn_size
         # Logits are f32 whatever the model's type: a rounding may change which experts are chosen.
         self.router = nnx.Linear(config.embed, experts.count, use_bias=False, dtype=jnp.float32, kernel_init=READING_INIT, rngs=rngs)
         self.experts = GatedExperts(config, experts.count, ffn, rngs=rngs)
-        self.shared = make_mlp(replace(config, ffn=experts.shared * ffn), rngs=rngs) if experts.shared else None
+        self.shared = MLP(replace(config, ffn=experts.shared * ffn), rngs=rngs) if experts.shared else None
         self.load = Load(jnp.zeros(experts.count, jnp.int32))
         self.bias = Bias(jnp.zeros(experts.count, jnp.float32)) if experts.balance == "bias" else None
         self.config: ExpertsConfig = experts
@@ -68,15 +69,17 @@ class GatedExperts(nnx.Module):
         self.up = made(config.embed, ffn, READING_INIT)
         self.down = made(ffn, config.embed, adding_init(config.layers))
         self.dtype = compute_type(config)
-        self.matmul = eight_bits.ragged_dot if config.fp8 else jax.lax.ragged_dot
+        self.run = partial(_gated_mlps, eight_bits.ragged_dot if config.fp8 else jax.lax.ragged_dot, config.activation)
 
     def __call__(self, x: jax.Array, choice: jax.Array, scale: jax.Array) -> jax.Array:
         # In the type of matmuls, so that this is the type that travels.
         weights = {name: jnp.asarray(getattr(self, name)[...], self.dtype) for name in ("gate", "up", "down")}
-        return signal.tensor(signal.experts(partial(_gated_mlps, self.matmul), weights, x, choice, scale), "routed")
+        return signal.tensor(signal.experts(self.run, weights, x, choice, scale), "routed")
 
 
-def _gated_mlps(matmul: Callable[..., jax.Array], rows: jax.Array, sizes: jax.Array, weights: Mapping[str, jax.Array]) -> jax.Array:
+def _gated_mlps(
+    matmul: Callable[..., jax.Array], activation: str, rows: jax.Array, sizes: jax.Array, weights: Mapping[str, jax.Array]
+) -> jax.Array:
     """Rows [n, d] that are sorted by expert → [n, d]."""
     gate, up = matmul(rows, weights["gate"], sizes), matmul(rows, weights["up"], sizes)
-    return matmul(signal.tensor(gated(gate, up), "hidden"), weights["down"], sizes)
+    return matmul(signal.tensor(gated(activation, gate, up), "hidden"), weights["down"], sizes)

@@ -32,8 +32,11 @@ from ..checkpoint.saved import SavedStep, Search, UnusableError, search_elsewher
 from ..checkpoint.signature import read_key
 from ..command_line import say
 from ..data.batches import Data
+from ..models.config import ModelConfig
 from ..setup import Setup
 from ..step.state import OPTIONAL, State
+from ..weights.described import published
+from ..weights.load import open_files
 from .identity import Resume, check_model, check_origin
 from .replicas import check_phase, lifted_shapes, restored_of_one, saved_replicas, with_replicas
 
@@ -83,17 +86,34 @@ class Start:
         return Position(state=restored[1], step=manifest.step, samples=manifest.samples, phase=manifest.phase)
 
     def fresh(self) -> State:
-        """The state before the first step of a new run. Raises InputError if the parameters of `checkpoint.weights` do not fit."""
+        """The state before the first step of a new run.
+
+        Raises InputError if the parameters of `checkpoint.weights` or `model.hf` do not fit.
+        """
         weights = self.setup.run.config.checkpoint.weights
         with self.phase("init"):
             # Waits, so that the phase includes the work on the devices.
             state = jax.block_until_ready(self.setup.init())
+        model = self.setup.run.config.model
+        if weights is None and isinstance(model, ModelConfig) and model.hf is not None and Path(model.hf).is_dir():
+            return self._published(state, model, Path(model.hf))
         if weights is None:
             return state
         where = f"{self.setup.run.where('checkpoint.weights')}: checkpoint.weights"
         saved, model = self._restore_elsewhere(where, Path(weights), self._restore_model)
         self.say(f"Starts with the parameters of {saved.folder}")
         return self.setup.with_model(state, *model)
+
+    def _published(self, state: State, config: ModelConfig, folder: Path) -> State:
+        """The state with the parameters of a published model, if its folder has files."""
+        if not any(folder.glob("*.safetensors*")):
+            self.say(f"{folder} has no *.safetensors: the model starts from random values")
+            return state
+        with self.phase("restore", step=0):
+            one, shardings = self.setup.saved_of_one
+            params = self.setup.stored_params(open_files(published(folder), config, one.params).load(one.params, shardings.params))
+        self.say(f"Starts with the parameters of {folder}")
+        return self.setup.with_model(state, params, {})
 
     def _restore_elsewhere(self, where: str, path: Path, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored]:
         restored = self._restore(search_elsewhere(path, read_key(self.setup.run.config.checkpoint.key)), restore)

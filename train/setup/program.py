@@ -227,7 +227,13 @@ def _losses(
     pads = config.train.uneven == "pad" and may_reshape(config.optimizer)
     tokens = loss_of_logits
     if model.has_features:
-        tokens = make_loss(lambda module, x, **more: module.features(x, **more), chunks=chunks, groups=layout.groups, wide_gradients=widens)
+        tokens = make_loss(
+            lambda module, x, **more: module.features(x, **more),
+            chunks=chunks,
+            groups=layout.groups,
+            wide_gradients=widens,
+            softcap=config.model.logits_softcap,
+        )
 
     def sharded(is_training: bool) -> ShardedLoss:
         if own is None:

@@ -36,19 +36,21 @@ Chunk = tuple[jax.Array, jax.Array, jax.Array]
 LOGITS_BYTES = 1 << 30
 
 
-def make_loss(features: Features, *, chunks: int = 1, groups: Groups = (), wide_gradients: bool = False) -> TokenLoss:
+def make_loss(
+    features: Features, *, chunks: int = 1, groups: Groups = (), wide_gradients: bool = False, softcap: float | None = None
+) -> TokenLoss:
     """loss(model, {inputs, targets, weights: [b, s]}) → Σ weights · nats, a mean if the weights sum to 1.
 
     features(model, inputs) → x [b, s, d] and a table [v, d], the factors of the logits. If the batch has `segments` [b, s], where documents
     begin, features gets them too, by that name. chunks: a divisor of s. groups: the devices that split the batch. Each adds up the table's
     gradient from its own rows; the sums cross devices once, after the last chunk. wide_gradients: whether they do so in f32, whatever the
-    table's type.
+    table's type. softcap: the limit of the logits (`model.logits_softcap`).
     """
 
     def loss(model: Any, batch: Arrays) -> jax.Array:
         x, table = features(model, batch["inputs"], **segments_of(batch))
         with signal.context("head"):
-            return _loss(chunks, groups, wide_gradients, x, table, batch["targets"], batch["weights"])
+            return _loss(chunks, groups, wide_gradients, softcap, x, table, batch["targets"], batch["weights"])
 
     return loss
 
@@ -91,14 +93,23 @@ def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _loss(chunks: int, groups: Groups, wide: bool, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _loss(
+    chunks: int,
+    groups: Groups,
+    wide: bool,
+    softcap: float | None,
+    x: jax.Array,
+    table: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+) -> jax.Array:
     """The loss alone, for an evaluation."""
     del groups, wide
 
     def nats_of(chunk: Chunk) -> jax.Array:
         x, targets, _ = chunk
-        return cross_entropy(scores(x, table), targets)
+        return cross_entropy(scores(x, table, softcap), targets)
 
     whole = x, targets, weights
     # [chunks, b, s / chunks] → [b, s]
@@ -107,7 +118,14 @@ def _loss(chunks: int, groups: Groups, wide: bool, x: jax.Array, table: jax.Arra
 
 
 def _forward(
-    chunks: int, groups: Groups, wide: bool, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array
+    chunks: int,
+    groups: Groups,
+    wide: bool,
+    softcap: float | None,
+    x: jax.Array,
+    table: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
 ) -> tuple[jax.Array, Any]:
     """The loss, and as residuals its gradients by x, table and weights."""
     added_up = jnp.dtype(jnp.float32) if wide else table.dtype
@@ -117,12 +135,14 @@ def _forward(
     def differentiated(chunk: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Nats [b, s], and the loss's gradients by x [b, s, d] and by the logits [b, s, v]."""
         x, targets, weights = chunk
-        logits = scores(x, table)
+        logits = scores(x, table, softcap)
         total = jax.nn.logsumexp(logits, axis=-1)
         nats = total - _logits_of(targets, logits)
         # A plan shall count what follows as the backward pass, although it runs inside the forward pass.
         with signal.backward():
             errors = jnp.exp(logits - total[..., None]) - _is_target(logits, targets)  # softmax minus one-hot
+            if softcap is not None:
+                errors = errors * (1 - (logits / softcap) ** 2)
             # As for every other gradient, both sides of the matmuls have the type of the activations.
             by_logits = (weights[..., None] * errors).astype(x.dtype)
             return nats, jnp.einsum("bsv,vd->bsd", by_logits, table), by_logits
@@ -151,7 +171,7 @@ def _forward(
     return jnp.sum(weights * nats), (by_x, by_table.astype(table.dtype), nats)
 
 
-def _backward(chunks: int, groups: Groups, wide: bool, gradients: Any, cotangent: jax.Array) -> Any:
+def _backward(chunks: int, groups: Groups, wide: bool, softcap: float | None, gradients: Any, cotangent: jax.Array) -> Any:
     by_x, by_table, by_weights = ((cotangent * gradient).astype(gradient.dtype) for gradient in gradients)
     return by_x, by_table, None, by_weights
 

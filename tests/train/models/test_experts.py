@@ -17,7 +17,6 @@ from train.models.decoder import build
 from train.models.experts.balance import Routed, routed, settled, terms
 from train.models.experts.config import ExpertsConfig, GroupsConfig
 from train.models.experts.routing import route
-from train.models.llama import GatedMLP
 from train.models.moe import MoE
 
 CONFIGS = {
@@ -91,7 +90,7 @@ def test_a_token_gets_the_experts_and_scales_of_the_reference(name):
 def test_values_and_gradients_are_those_of_every_expert_on_every_token(name):
     config = CONFIGS[name]
     x, _ = tokens_and_logits(config)
-    layer = MoE(ModelConfig(layers=1, embed=EMBED, heads=2, ffn=12, experts=config), GatedMLP, rngs=nnx.Rngs(0))
+    layer = MoE(ModelConfig(layers=1, embed=EMBED, heads=2, ffn=12, experts=config), rngs=nnx.Rngs(0))
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
     bias = None
     if config.balance == "bias":
@@ -193,7 +192,10 @@ def test_equal_loads_have_a_balance_loss_of_one():
             "{layers: 2, experts: {first_dense: 2}}",
             "experts: first_dense 2 leaves none of the 2 layers for experts. Use 1 at most, or leave experts out",
         ),
-        ("{kind: gpt, experts: {}}", "experts: gpt has no experts. Leave experts out, or use kind: llama"),
+        (
+            "{kind: gpt, experts: {}}",
+            "experts: experts are gated MLPs behind the attention. Leave experts out, or gated: false and parallel",
+        ),
         ("{experts: {balance: bais}}", "did you mean 'bias'"),
     ],
 )

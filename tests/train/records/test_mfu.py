@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from train.models.config import ModelConfig
+from train.models.config import GPTConfig, ModelConfig
 from train.models.decoder import build
 from train.records.progress import peak_flops
 
@@ -32,7 +32,7 @@ def test_llama(tied):
 
 
 def test_gpt_looks_positions_up():
-    config = ModelConfig(kind="gpt", layers=LAYERS, embed=EMBED, heads=HEADS, ffn=FFN, vocab=VOCAB, seq=SEQ)
+    config = GPTConfig(layers=LAYERS, embed=EMBED, heads=HEADS, ffn=FFN, vocab=VOCAB, seq=SEQ)
     projections = 4 * EMBED * EMBED + 4 * EMBED
     mlp = 2 * EMBED * FFN + FFN + EMBED
     norms = LAYERS * 2 * 2 * EMBED + 2 * EMBED

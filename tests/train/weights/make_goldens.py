@@ -1,0 +1,95 @@
+"""Makes the folders in tests/goldens/weights: tiny models of all families, with the logits that transformers computes from them.
+
+    pip install -e '.[reference]' && python tests/train/weights/make_goldens.py [NAME ...]
+
+Hugging Face's initial values would hide mistakes, so all weights are random, norms and biases too; windows are 8 tokens and original
+lengths 64, where the sequences have 96. Weights are rounded to bf16, in which they are stored; logits are computed from them in f32.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers as hf
+
+OUT = Path(__file__).parents[2] / "goldens" / "weights"
+SEQ, VOCAB = 96, 64
+BASE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+HEADS = {"head_dim": 16}
+TYPES = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.1, 1.2, 1.3],
+    "long_factor": [2.0, 2.3, 2.6],
+    "original_max_position_embeddings": 64,
+    "factor": 4.0,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.75,
+}
+MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 0.5}
+NEOX = {name: BASE[name] for name in BASE if name != "num_key_value_heads"}
+MODELS = {
+    "llama": (hf.LlamaConfig, {**BASE, **HEADS, "attention_bias": True, "mlp_bias": True}),
+    "llama3": (hf.LlamaConfig, {**BASE, "rope_theta": 500000.0, "rope_scaling": LLAMA3, "tie_word_embeddings": True}),
+    "mistral": (hf.MistralConfig, {**BASE, **HEADS, "sliding_window": 8}),
+    "ministral": (hf.MinistralConfig, {**BASE, **HEADS, **TYPES}),
+    "mixtral": (hf.MixtralConfig, {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2": (hf.Qwen2Config, BASE),
+    "qwen3": (hf.Qwen3Config, {**BASE, **HEADS}),
+    "qwen3_moe": (
+        hf.Qwen3MoeConfig,
+        {**BASE, **HEADS, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True},
+    ),
+    "gemma": (hf.GemmaConfig, {**BASE, **HEADS}),
+    "gemma2": (
+        hf.Gemma2Config,
+        {**BASE, **HEADS, **TYPES, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3": (hf.Gemma3TextConfig, {**BASE, **HEADS, **TYPES, "query_pre_attn_scalar": 24}),
+    "phi3": (hf.Phi3Config, {**BASE, "original_max_position_embeddings": 64, "rope_parameters": LONG, "sliding_window": 80}),
+    "olmo2": (hf.Olmo2Config, BASE),
+    "olmo3": (hf.Olmo3Config, {**BASE, **TYPES}),
+    "smollm3": (hf.SmolLM3Config, {**BASE, "no_rope_layers": [1, 0]}),
+    "glm4": (hf.Glm4Config, {**BASE, **HEADS, "attention_bias": True}),
+    "granite": (hf.GraniteConfig, {**BASE, **MULTIPLIERS}),
+    "gpt_neox": (hf.GPTNeoXConfig, NEOX),
+    "stablelm": (hf.StableLmConfig, {**BASE, "use_qkv_bias": True}),
+    "gpt2": (hf.GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "n_positions": SEQ, "bos_token_id": 1}),
+}
+
+
+def make(name):
+    torch.manual_seed(0)
+    kind, values = MODELS[name]
+    model = hf.AutoModelForCausalLM.from_config(kind(**values), attn_implementation="eager").float().eval()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=draw)
+            value = parameter + 0.2 * noise if parameter.dim() < 2 else noise / parameter.shape[-1] ** 0.5
+            parameter.copy_(value.bfloat16().float())
+        tokens = torch.randint(3, VOCAB, (2, SEQ), generator=draw)
+        logits = model(tokens).logits.numpy()
+    folder = OUT / name
+    model.bfloat16().save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    np.savez_compressed(folder / "expected.npz", tokens=tokens.numpy().astype(np.int32), logits=logits[:, ::5], std=logits.std())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or MODELS:
+        make(name)

@@ -1,0 +1,187 @@
+"""Published models: the logits of transformers (tests/goldens/weights, made by make_goldens.py), on any mesh, and every option counts."""
+
+import dataclasses
+import json
+import re
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jgt
+from jgt.document import Node, bind
+from train.config import load
+from train.models.config import ModelConfig
+from train.models.decoder import build
+from train.models.options import Options
+from train.weights.described import published
+from train.weights.export import export_params
+from train.weights.families import FAMILIES
+from train.weights.load import open_files
+from train.weights.safetensors import open_folder
+
+ROOT = Path(__file__).parents[3]
+GOLDENS = ROOT / "tests" / "goldens" / "weights"
+NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
+TOLERANCE = 5e-5
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Options)}
+MESHES = {"fsdp": {"fsdp": 8}, "fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2}}
+
+
+def config_of(name, **changes):
+    """The model of a golden folder, with other values of some keys."""
+    problems = []
+    config = bind(Node.of({**published(GOLDENS / name).keys, "seq": 96, **changes}, name, "model"), ModelConfig, problems)
+    assert not problems
+    return config
+
+
+@cache
+def expected(name):
+    """tokens [2, 96], logits at each fifth of them, and their standard deviation."""
+    with np.load(GOLDENS / name / "expected.npz") as file:
+        return file["tokens"], file["logits"], float(file["std"])
+
+
+def error(name, config, params, rules=None, mesh=None):
+    """The largest difference of the logits, in their standard deviations."""
+    model, (tokens, logits, std) = build(config), expected(name)
+    variables = jax.tree.map(jax.numpy.zeros_like, jax.eval_shape(model.init, jax.random.key(0))[1])
+    apply = lambda params, tokens: model.apply(params, variables, tokens)  # noqa: E731
+    if mesh is not None:
+        apply = jgt.shard(apply, rules, mesh, partial=True)
+    return np.abs(jax.jit(apply)(params, tokens)[:, ::5] - logits).max() / std
+
+
+def loaded(name, config, shardings=None):
+    shapes = jax.eval_shape(build(config).init, jax.random.key(0))[0]
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shardings = shardings or jax.tree.map(lambda _: here, shapes)
+    return open_files(published(GOLDENS / name), config, shapes).load(shapes, shardings)
+
+
+def test_every_family_has_a_golden():
+    assert {published(GOLDENS / name).config["model_type"] for name in NAMES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name):
+    config = config_of(name)
+    assert error(name, config, loaded(name, config)) < TOLERANCE
+
+
+@pytest.mark.parametrize("rules", MESHES)
+@pytest.mark.parametrize("name", [n if n in ("gemma3", "gpt_neox") else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+def test_logits_are_the_same_from_shards(name, rules):
+    if "experts" in published(GOLDENS / name).keys:
+        pytest.skip("experts have rules of their own")
+    config, mesh = config_of(name), jgt.make_mesh(MESHES[rules])
+    read = jgt.load_rules(ROOT / "configs" / "rules" / f"{rules}.yaml")
+    model, (tokens, _, _) = build(config), expected(name)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))[0]
+    whole = np.tile(tokens, (4, 1))
+    placement = jgt.place(lambda params, tokens: model.apply(params, {}, tokens), read, mesh, shapes, whole, partial=True)
+    params = loaded(name, config, placement.params)
+    logits = jax.jit(jgt.shard(lambda params, tokens: model.apply(params, {}, tokens), read, mesh, partial=True))(params, whole)
+    _, wanted, std = expected(name)
+    assert np.abs(logits[:2, ::5] - wanted).max() < TOLERANCE * std
+
+
+def ablations():
+    """Each option of each family that differs from the default, and does not decide which parameters there are."""
+    shaping = ("norm", "norm_place", "qk_norm", "biases", "gated", "parallel", "positions", "norm_eps", "full_layers")
+    for name in NAMES:
+        keys = published(GOLDENS / name).keys
+        # The divisors of longrope are as many as there are frequencies.
+        fixed = (*shaping, "rope_share") if "rope_scaling" in keys else shaping
+        yield from ((name, key) for key, value in keys.items() if key in DEFAULTS and key not in fixed and value != DEFAULTS[key])
+
+
+@pytest.mark.parametrize(("name", "key"), [pytest.param(*one, marks=() if one[0] == "gemma2" else pytest.mark.slow) for one in ablations()])
+def test_without_an_option_logits_are_others(name, key):
+    config = config_of(name)
+    default = dataclasses.replace(config, **{key: DEFAULTS[key]} | ({"full_layers": (), "window_theta": None} if key == "window" else {}))
+    assert error(name, default, loaded(name, config)) > 1e-2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_export_has_the_tensors_of_the_import(name, tmp_path):
+    config = dataclasses.replace(config_of(name), hf=str(GOLDENS / name))
+    export_params(loaded(name, config), config, tmp_path / "out", dtype="bf16", max_file_bytes=20_000)
+    before, after = open_folder(GOLDENS / name), open_folder(tmp_path / "out")
+    assert before.tensors.keys() == after.tensors.keys()
+    for tensor in before.tensors:
+        np.testing.assert_array_equal(before.read(tensor), after.read(tensor))
+    assert published(tmp_path / "out").keys == published(GOLDENS / name).keys
+
+
+def test_a_model_that_began_from_nothing_is_exported_as_a_llama(tmp_path):
+    config = ModelConfig(layers=2, embed=32, heads=4, kv_heads=2, ffn=48, vocab=64, seq=96, rope_theta=5e5, tied=True)
+    params = build(config).init(jax.random.key(0))[0]
+    export_params(params, config, tmp_path / "out", dtype="f32", max_file_bytes=10**9)
+    found = published(tmp_path / "out")
+    again = bind(Node.of(dict(found.keys), "config.json", "model"), ModelConfig, [])
+    shapes = jax.eval_shape(build(again).init, jax.random.key(0))[0]
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    read = open_files(found, again, shapes).load(shapes, jax.tree.map(lambda _: here, shapes))
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+
+
+def test_a_model_that_no_llama_is_cannot_be_exported(tmp_path):
+    config = ModelConfig(layers=2, window=8, embed=32, heads=4, qk_norm="head")
+    with pytest.raises(jgt.InputError, match=r"model.window: a config.json of Llama cannot say this(.|\n)*model.qk_norm"):
+        export_params(build(config).init(jax.random.key(0))[0], config, tmp_path / "out", dtype="f32", max_file_bytes=10**9)
+
+
+# -- config.json ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"model_type": "lama"}, "model_type: 'lama' is not known. Did you mean 'llama'?"),
+        ({"model_type": None}, "model_type: null is not known. Known: llama, mistral"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling: 'yarn' is not supported. Supported: default, linear",
+        ),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "twist": 1}}, "rope_scaling: twist: 1: jgt does not know this key"),
+        ({"hidden_act": "relu2"}, "hidden_act: 'relu2' is not supported. Supported: silu"),
+        ({"num_sinks": 4}, "num_sinks: 4: jgt does not know this key, so the model could be another one"),
+        ({"hidden_size": None}, "the key 'hidden_size' is missing"),
+        ({"num_hidden_layers": "two"}, "model.layers: must be a whole number"),
+        ({"rope_scaling": 7}, "rope_scaling must be a mapping, not 7"),
+    ],
+    ids=str,
+)
+def test_a_config_that_is_not_understood_is_refused(changes, problem, tmp_path):
+    config = json.loads((GOLDENS / "llama" / "config.json").read_text())
+    if "rope_scaling" in changes:
+        del config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(jgt.InputError, match=re.escape(problem)):
+        load({"model": {"hf": str(tmp_path)}})
+
+
+def test_a_run_has_what_its_file_and_config_json_say():
+    run = load({"model": {"hf": str(GOLDENS / "gemma2"), "seq": 64, "attention_softcap": None}})
+    model = run.config.model
+    assert (model.seq, model.attention_softcap, model.logits_softcap, model.window) == (64, None, 3.0, 8)
+    assert run.where("model.window").endswith("gemma2/config.json:1")
+    # The config of a run says everything, also without the folder.
+    resolved = run.resolved()
+    resolved["model"]["hf"] = "/gone"
+    assert dataclasses.replace(load(resolved).config.model, hf=model.hf) == model
+
+
+def test_tensors_that_are_missing_or_have_another_shape_are_named(tmp_path):
+    config = dataclasses.replace(config_of("llama"), ffn=64, layers=3)
+    with pytest.raises(jgt.InputError) as caught:
+        loaded("llama", config)
+    text = str(caught.value)
+    assert "the tensor model.layers.2.mlp.up_proj.weight [64, 32] is missing" in text
+    assert "the tensor model.layers.0.mlp.up_proj.weight has the shape [48, 32], but the model needs [64, 32]" in text
+    with pytest.raises(jgt.InputError, match=r"self_attn.q_proj.bias .* is no part of the model"):
+        loaded("llama", dataclasses.replace(config_of("llama"), biases=()))

@@ -1,0 +1,102 @@
+"""The options in which decoders of one kind differ from each other, as keys of the `model:` section. Imports no JAX.
+
+The defaults are Llama's. Each option is what some published family does, and they combine freely, so that a config.json of that family is
+a set of values (`train/weights/families.py`) and a model that is trained from scratch may have any of them. Layers that differ are named by
+their numbers: all layers stay one scan, which reads a few flags for each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from jgt.document import Bound
+
+from ..sections import Positive
+
+Length = Annotated[int, Bound(low=1, high=100_000_000)]
+LayerNumber = Annotated[int, Bound(low=0, high=9_999)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """`model.rope_scaling`: slower rotary frequencies, for sequences that are longer than those of the first training.
+
+    kind: linear: all frequencies are divided by factor (arXiv 2306.15595). llama3: only the slow ones (arXiv 2407.21783). longrope: each
+    one is divided by its own factor (arXiv 2402.13753).
+    factor: the divisor.
+    low, high: llama3 divides frequencies that turn less than low times in the original length, and keeps those that turn high times.
+    original: the length of sequences in the first training.
+    short, long: longrope's divisors, for sequences up to the original length and for longer ones.
+    magnitude: the factor of rotated queries and keys. null: longrope's follows from factor, others have none.
+    """
+
+    kind: Literal["linear", "llama3", "longrope"] = "linear"
+    factor: Positive = 1.0
+    low: Positive = 1.0
+    high: Positive = 4.0
+    original: Length = 8192
+    short: tuple[Positive, ...] = ()
+    long: tuple[Positive, ...] = ()
+    magnitude: Positive | None = None
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Keys that do not belong to the kind."""
+        if self.kind == "longrope" and not (self.short and self.long):
+            yield "kind", "longrope needs the divisors short and long"
+        if self.kind == "llama3" and not self.low < self.high:
+            yield "high", f"{self.high} is not above low {self.low}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a decoder. The keys are described in docs/training.md."""
+
+    positions: Literal["rotary", "learned"] = "rotary"
+    rope_theta: Positive = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rope_share: Annotated[float, Bound(above=0, high=1)] = 1.0
+    rope_pairs: Literal["halves", "neighbours"] = "halves"
+    unrotated_layers: tuple[LayerNumber, ...] = ()
+    window: Length | None = None
+    window_theta: Positive | None = None
+    full_layers: tuple[LayerNumber, ...] = ()
+    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    norm_place: Literal["before", "after", "both"] = "before"
+    norm_eps: Positive = 1e-5
+    qk_norm: Literal["head", "all"] | None = None
+    biases: tuple[Literal["qkv", "out", "mlp"], ...] = ()
+    gated: bool = True
+    activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    parallel: Literal["one_norm", "two_norms"] | None = None
+    attention_scale: Positive | None = None
+    attention_softcap: Positive | None = None
+    logits_softcap: Positive | None = None
+    embed_scale: Positive = 1.0
+    residual_scale: Positive = 1.0
+    logits_scale: Positive = 1.0
+
+    def option_problems(self, layers: int, head_size: int) -> Iterator[tuple[str, str]]:
+        """Options that do not fit each other, these layers or heads of this size."""
+        yield from self._rope_problems(int(head_size * self.rope_share))
+        for name in ("unrotated_layers", "full_layers"):
+            beyond = [n for n in getattr(self, name) if n >= layers]
+            if beyond:
+                yield name, f"there are {layers} layers, numbered from 0, so there is no layer {', '.join(map(str, beyond))}"
+        if self.window is None:
+            for name in ("full_layers", "window_theta"):
+                if getattr(self, name):
+                    yield name, f"without a window all layers see all earlier tokens. Give window, or leave {name} out"
+        if self.parallel and self.norm_place != "before":
+            yield "parallel", "a parallel block has norms before its parts only. Leave norm_place out"
+
+    def _rope_problems(self, rotated: int) -> Iterator[tuple[str, str]]:
+        """rotated: the number of rotated elements of a head."""
+        if self.positions == "rotary" and self.rope_share < 1 and rotated % 2:
+            yield "rope_share", f"RoPE rotates pairs, but {self.rope_share} of a head is the odd number {rotated}. Use an even number"
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "longrope":
+            counts = {len(scaling.short), len(scaling.long)}
+            if counts != {rotated // 2}:
+                yield "rope_scaling", f"short and long need {rotated // 2} divisors each, one for each rotary frequency"

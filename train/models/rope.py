@@ -1,0 +1,81 @@
+"""Rotary positions (RoFormer, arXiv 2104.09864), and the ways in which families slow them down for long sequences.
+
+b batch, s seq, n heads, h head size, r rotated elements of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .options import Options, RopeScaling
+
+
+class LayerFlags(NamedTuple):
+    """The facts in which layers of one stack may differ; arrays where they do, of which a scan gives each layer its own.
+
+    is_full: whether a token sees all earlier ones, whatever `model.window` says. rotates: whether queries and keys have rotary positions.
+    """
+
+    is_full: bool | jax.Array = True
+    rotates: bool | jax.Array = True
+
+
+def rotate(x: jax.Array, options: Options, flags: LayerFlags, segments: jax.Array | None) -> jax.Array:
+    """x [b, s, n, h] with the first elements of each head rotated by the token's position in its document.
+
+    segments: int[b, s], where the document of each token begins; None if each row is one document.
+    """
+    seq, size = x.shape[1], int(x.shape[-1] * options.rope_share)
+    frequency, magnitude = _frequencies(options, size // 2, seq, flags.is_full)
+    if flags.rotates is not True:
+        # Without rotation all angles are 0.
+        frequency = jnp.where(flags.rotates, frequency, 0.0)
+    positions = jnp.arange(seq, dtype=jnp.float32)
+    if segments is None:
+        angle = positions[:, None] * frequency[None, :]  # [s, r/2]
+        # [s, r/2] → [1, s, 1, r/2], to be multiplied with all heads of all rows.
+        cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
+    else:
+        angle = (positions[None, :] - segments)[..., None] * frequency[None, None, :]  # [b, s, r/2]
+        cos, sin = jnp.cos(angle)[:, :, None, :], jnp.sin(angle)[:, :, None, :]
+    if magnitude != 1.0:
+        cos, sin = cos * magnitude, sin * magnitude
+    rotated, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])
+    are_halves = options.rope_pairs == "halves"
+    rotated = rotated.astype(jnp.float32)
+    # Element i is paired with element i + r/2, as in most weights on Hugging Face, or with its neighbour as in the paper.
+    a, b = jnp.split(rotated, 2, axis=-1) if are_halves else (rotated[..., ::2], rotated[..., 1::2])  # [b, s, n, r/2] each
+    parts = a * cos - b * sin, b * cos + a * sin
+    made = jnp.concatenate(parts, axis=-1) if are_halves else jnp.stack(parts, axis=-1).reshape(rotated.shape)
+    made = made.astype(x.dtype)
+    return made if rest is None else jnp.concatenate([made, rest], axis=-1)
+
+
+def _frequencies(options: Options, half: int, seq: int, is_full: bool | jax.Array) -> tuple[jax.Array, float]:
+    """The angle f32[r/2] between neighbouring tokens, and the factor of what is rotated."""
+    # Angles are f32 whatever the model's type: bf16 cannot tell position 256 from 257.
+    exponents = -jnp.arange(half, dtype=jnp.float32) / half
+    frequency, magnitude = options.rope_theta**exponents, 1.0
+    if options.rope_scaling is not None:
+        frequency, magnitude = _scaled(frequency, options.rope_scaling, seq)
+    if options.window_theta is not None:
+        # Windows are short, so theirs are not scaled.
+        frequency = jnp.where(is_full, frequency, options.window_theta**exponents)
+    return frequency, magnitude
+
+
+def _scaled(frequency: jax.Array, scaling: RopeScaling, seq: int) -> tuple[jax.Array, float]:
+    if scaling.kind == "linear":
+        return frequency / scaling.factor, scaling.magnitude or 1.0
+    if scaling.kind == "llama3":
+        turns = frequency * scaling.original / (2 * math.pi)
+        # 0 for a frequency that is divided, 1 for one that is kept.
+        kept = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
+        return frequency / scaling.factor * (1 - kept) + frequency * kept, scaling.magnitude or 1.0
+    divisors = scaling.long if seq > scaling.original else scaling.short
+    usual = 1.0 if scaling.factor <= 1 else math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original))
+    return frequency / jnp.array(divisors, jnp.float32), scaling.magnitude or usual

@@ -1,0 +1,80 @@
+"""Published models at the command line: `jgt inspect` and `jgt export`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from jgt import CommandParser
+from jgt.document import InputError, Node, bind
+
+from .models.config import ModelConfig
+from .models.decoder import build
+from .run.api import load_model
+from .weights.described import published
+from .weights.export import EXPORTED, export_params
+from .weights.load import open_files
+
+_UNITS = {"": 1, "MB": 10**6, "GB": 10**9}
+
+
+def inspect(argv: Sequence[str] | None = None) -> int:
+    """`jgt inspect PATH`. Returns the exit code: 2 if PATH is no model that jgt knows, and stderr says why."""
+    return inspect_parser().answer(argv, _inspect)
+
+
+def export(argv: Sequence[str] | None = None) -> int:
+    """`jgt export RUN OUT`. Returns the exit code: 2 if the model cannot be exported, and stderr says why."""
+    return export_parser().answer(argv, _export)
+
+
+def inspect_parser() -> CommandParser:
+    """The command line of `jgt inspect`."""
+    parser = CommandParser("jgt inspect", "Shows the model that a folder of Hugging Face, or a config.json, describes.")
+    parser.add_argument("path", metavar="PATH", help="a folder with config.json, or a config.json alone")
+    parser.add_argument("--tensors", action="store_true", help="show the tensors of every parameter")
+    return parser
+
+
+def export_parser() -> CommandParser:
+    """The command line of `jgt export`."""
+    parser = CommandParser("jgt export", "Writes the model of a run as a folder that Hugging Face's transformers loads.")
+    parser.add_argument("run", metavar="RUN", help="a run directory, or one of the steps in its checkpoints")
+    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument("--dtype", choices=list(EXPORTED), default="f32", help="the type of the tensors (f32)")
+    parser.add_argument("--max-file", metavar="SIZE", default="5GB", help="the size of a file, such as 5GB or 500MB (5GB)")
+    return parser
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    described = published(Path(arguments.path))
+    problems: list[str] = []
+    config: ModelConfig | None = bind(Node.of(dict(described.keys), f"{arguments.path}", "model"), ModelConfig, problems)
+    if config is None:
+        raise InputError(problems)
+    shapes = jax.eval_shape(build(config).init, jax.random.key(0))[0]
+    print(f"{described.config['model_type']}: {sum(x.size for x in jax.tree.leaves(shapes)):,} parameters")
+    print("\n".join(f"  {name}: {value}" for name, value in described.keys.items()))
+    if not described.path.is_dir():
+        return
+    files = open_files(described, config, shapes)
+    if arguments.tensors:
+        print("\n".join(f"  {path}: {source.name}" for path, source in sorted(files.sources.items())))
+    print(f"All {len(files.folder.tensors):,} tensors are known, and none is missing")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)(MB|GB|)", arguments.max_file)
+    if size is None or float(size[1]) <= 0:
+        raise InputError([f"command line: --max-file {arguments.max_file}: must be a size, such as 5GB or 500MB"])
+    loaded = load_model(arguments.run)
+    config = loaded.setup.run.config.model
+    if not isinstance(config, ModelConfig):
+        raise InputError([f"{arguments.run}: model.kind: {config.kind} is a model of your own, whose tensors no family names"])
+    most = round(float(size[1]) * _UNITS[size[2]])
+    count = export_params(loaded.params, config, Path(arguments.out), dtype=arguments.dtype, max_file_bytes=most)
+    print(f"Wrote {count:,} tensors of step {loaded.step} to {arguments.out}")

@@ -1,0 +1,89 @@
+"""The parameters of a published model, read from its files straight into shards, one shard at a time.
+
+Each process reads what its devices hold, and each distinct shard once, however many devices hold it. Memory beyond the result is that of
+one shard. An array is read in the layout of the model; the run then converts it to the layout of its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jgt import path_text
+from jgt.document import InputError
+
+from ..models.config import ModelConfig
+from .described import Described
+from .names import Shape, Source, folder_names, misfits, sources_of, tensors_of
+from .safetensors import Folder, open_folder
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a published model whose tensors are those of the model, with the sources of its parameters.
+
+    names: the tensors' names in the folder, by the family's.
+    """
+
+    folder: Folder
+    sources: Mapping[str, Source]
+    names: Mapping[str, str]
+
+    def load(self, shapes: Any, shardings: Any) -> Any:
+        """The parameters, laid out by `shardings`. shapes: their tree of shapes, nested dicts."""
+        return jax.tree.map_with_path(lambda path, x, sharding: self._load(path_text(path), x, sharding), shapes, shardings)
+
+    def _load(self, path: str, x: Any, sharding: Any) -> jax.Array:
+        return _sharded(self.folder, self.sources[path], self.names, tuple(x.shape), x.dtype, sharding)
+
+
+def open_files(described: Described, config: ModelConfig, shapes: Any) -> Files:
+    """The files of a published model with parameters of these shapes, nested dicts.
+
+    Raises InputError with every tensor that is missing, has another shape or is no part of the model. No tensor is read.
+    """
+    folder = open_folder(described.path)
+    flat = {path_text(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(shapes)}
+    sources = sources_of(described.family, flat, (config.heads, config.num_kv_heads))
+    wanted = tensors_of(sources, flat)
+    names = folder_names(wanted, folder.tensors)
+    # Some files of tied models have a head, which is the embedding once more.
+    tied = ("lm_head.weight",) if config.tied else ()
+    problems = list(misfits(wanted, names, folder.tensors, (*described.family.skipped, *tied)))
+    if problems:
+        raise InputError([f"{described.path}: {problem}" for problem in problems])
+    return Files(folder, sources, names)
+
+
+def _sharded(folder: Folder, source: Source, names: Mapping[str, str], shape: Shape, dtype: Any, sharding: Any) -> jax.Array:
+    parts: dict[Any, jax.Array] = {}
+    by_index: dict[Any, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        spans = tuple(range(*one.indices(size)) for one, size in zip(index, shape, strict=True))
+        by_index.setdefault(spans, []).append(device)
+    for spans, devices in by_index.items():
+        part = _read(folder, source, names, spans, dtype)
+        for device in devices:
+            parts[device] = jax.device_put(part, device)
+        jax.block_until_ready([parts[device] for device in devices])
+    return jax.make_array_from_single_device_arrays(shape, sharding, [parts[device] for device in sharding.addressable_devices])
+
+
+def _read(folder: Folder, source: Source, names: Mapping[str, str], spans: tuple[range, ...], dtype: Any) -> np.ndarray[Any, Any]:
+    """One shard: the elements of a parameter in these ranges of its dims."""
+    stacked, inner = spans[: source.num_stacked], spans[source.num_stacked :]
+    outputs = [source.outputs[n] for n in inner[-1]]
+    low, high = min(outputs), max(outputs) + 1
+    slices = [*(slice(one.start, one.stop) for one in inner[:-1]), slice(low, high)]
+    chosen = None if len(outputs) == high - low else np.array(outputs) - low
+    made = np.empty([len(span) for span in spans], dtype)
+    for place in np.ndindex(*(len(span) for span in stacked)):
+        name = names[source.at([span[n] for span, n in zip(stacked, place, strict=True)])]
+        part = folder.read(name, slices[::-1] if source.is_transposed else slices)
+        part = part.T if source.is_transposed else part
+        made[place] = part if chosen is None else part[..., chosen]
+    return made

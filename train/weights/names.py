@@ -1,0 +1,106 @@
+"""The tensors that hold a model's parameters: which tensor, and which part of it, each parameter is, and the parameters of each tensor.
+
+A parameter of the layers is one array [layers, ...], a tensor belongs to one layer, and to one expert where there are experts. A kernel
+[in, out] is usually stored as [out, in]. Some tensors hold several parameters side by side, along their outputs: q, k and v, for example.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .families import LLAMA_NAMES, Family
+from .safetensors import Tensor
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The tensors of one parameter.
+
+    name: with {l} and {e} for the numbers of a layer and of an expert, which are the first `num_stacked` dims of the parameter.
+    outputs: the places of the parameter's outputs among those of the tensor. width: the outputs of the tensor.
+    """
+
+    name: str
+    num_stacked: int
+    is_transposed: bool
+    outputs: range | Sequence[int]
+    width: int
+
+    def tensor_shape(self, shape: Shape) -> Shape:
+        """The shape of each of its tensors, from the parameter's."""
+        inner = (*shape[self.num_stacked : -1], self.width)
+        return inner[::-1] if self.is_transposed else inner
+
+    def at(self, place: Sequence[int]) -> str:
+        """The name of the tensor of a layer, and of an expert."""
+        return self.name.format(**dict(zip("le", place, strict=False)))
+
+
+def sources_of(family: Family, shapes: Mapping[str, Shape], num_heads: tuple[int, int]) -> dict[str, Source]:
+    """The sources of parameters, by path. num_heads: of queries, and of keys. Raises KeyError for a parameter that the family lacks."""
+    names = {path: _name(family, path) for path in shapes}
+    sources: dict[str, Source] = {}
+    for name, paths in itertools.groupby(sorted(shapes, key=lambda path: (names[path], _order(path))), key=names.__getitem__):
+        group, first = list(paths), 0
+        width = sum(shapes[path][-1] for path in group)
+        for number, path in enumerate(group):
+            size = shapes[path][-1]
+            outputs: range | list[int] = range(first, first + size)
+            if family.by_head and len(group) == 3:
+                # [heads, 3, h] and not [3, heads, h].
+                head = size // num_heads[0]
+                outputs = [(3 * n + number) * head + i for n in range(num_heads[0]) for i in range(head)]
+            is_kernel = "/kernel" in path or "/experts/" in path
+            depth = name.count("{")
+            sources[path] = Source(name, depth, is_kernel and family.are_kernels_transposed, outputs, width)
+            first += size
+    return sources
+
+
+def _name(family: Family, path: str) -> str:
+    inner = re.sub(r"^layers/", "", path)
+    name = family.names.get(inner) or LLAMA_NAMES[inner]
+    return name if inner == path else family.layer + name
+
+
+def _order(path: str) -> int:
+    """The place of a parameter among those that share a tensor."""
+    order = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    return next((n for n, name in enumerate(order) if name in path), 0)
+
+
+def tensors_of(sources: Mapping[str, Source], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """All tensors of a model by name, with their shapes."""
+    return {name: source.tensor_shape(shapes[path]) for path, source in sources.items() for name in each_name(source, shapes[path])}
+
+
+def each_name(source: Source, shape: Shape) -> Iterator[str]:
+    """The tensors of a parameter of this shape."""
+    return (source.at(place) for place in np.ndindex(*shape[: source.num_stacked]))
+
+
+def folder_names(wanted: Iterable[str], found: Mapping[str, Tensor]) -> dict[str, str]:
+    """The tensors by the names that they have in a folder: files of the bare decoder lack the first part, as in `h.0.ln_1.weight`."""
+    firsts = {name.partition(".")[0] for name in wanted if name.count(".") > 1}
+    bare = {first for first in firsts if not any(name.startswith(f"{first}.") for name in found)}
+    return {name: name.partition(".")[2] if name.partition(".")[0] in bare else name for name in wanted}
+
+
+def misfits(wanted: Mapping[str, Shape], names: Mapping[str, str], found: Mapping[str, Tensor], skipped: Sequence[str]) -> Iterator[str]:
+    """Everything in which the tensors of a folder differ from those of the model. names: those in the folder, by ours."""
+    for ours, shape in wanted.items():
+        name = names[ours]
+        if name not in found:
+            yield f"the tensor {name} {list(shape)} is missing"
+        elif found[name].shape != shape:
+            yield f"the tensor {name} has the shape {list(found[name].shape)}, but the model needs {list(shape)}"
+    for name in found.keys() - names.values():
+        if not name.endswith(tuple(skipped)):
+            yield f"the tensor {name} {list(found[name].shape)} is no part of the model that config.json describes"
