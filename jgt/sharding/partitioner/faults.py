@@ -182,10 +182,12 @@ def _only_gathers(dims: OperationDims, layouts: Sequence[Splits], array: int) ->
         gathered |= set(mine) - set(way)
     if len(split) != len(set(split)):
         return False
-    # A sum is split, the result has split dims of both operands, and an axis of these is gathered: the gather is forgotten.
+    # An axis that splits other arrays is gathered. The gather is forgotten if another axis is gathered with it, or if a sum is split and the
+    # result has split dims of both operands.
+    others, both = gathered - set(split), gathered & set(split)
     is_summed = any(_axes(layouts, factor, n) for factor in dims.summed for n in (0, 1))
     sides = [any(_axes(layouts, factor, 2) for factor in dims.factors if factor[other] is None) for other in (0, 1)]
-    return not (is_summed and all(sides) and gathered & set(split))
+    return not (both and (others or (is_summed and all(sides))))
 
 
 def _within_equal_rows(dims: OperationDims, layouts: Sequence[Splits]) -> Sequence[Splits]:

@@ -177,6 +177,7 @@ avoid_faults()
 for layout in [
     (("t", "f", "s"), ("d", "f", "s"), ("t", "f", "d")),
     ((("t", "f"), None, "s"), ("f", "d", "s"), (("t", "f"), None, None, "d")),
+    ((("t", "f"), None, "s"), (("t", "d"), None, "s"), (("t", "f"), None, None, None)),
 ]:
     with with_faults():
         assert error(*layout) > 1
