@@ -175,8 +175,9 @@ def _mixtral(k: Any) -> dict[str, Any]:
 
 
 def _qwen_windows(k: Any) -> dict[str, Any]:
-    first = k.get("max_window_layers", 0)
-    size = k.get("sliding_window") if k.get("use_sliding_window", False) else None
+    # Published files have a window that is not used.
+    first, size = k.get("max_window_layers", 0), k.get("sliding_window")
+    size = size if k.get("use_sliding_window", False) else None
     return _windows(k, size, lambda n: size is None or n < first)
 
 

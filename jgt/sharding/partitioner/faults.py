@@ -182,8 +182,8 @@ def _only_gathers(dims: OperationDims, layouts: Sequence[Splits], array: int) ->
         gathered |= set(mine) - set(way)
     if len(split) != len(set(split)):
         return False
-    # An axis that splits other arrays is gathered. The gather is forgotten if another axis is gathered with it, or if a sum is split and the
-    # result has split dims of both operands.
+    # An axis that splits other arrays is gathered. The gather is forgotten if an axis that splits none is gathered with it, or if a sum is
+    # split and the result has split dims of both operands.
     others, both = gathered - set(split), gathered & set(split)
     is_summed = any(_axes(layouts, factor, n) for factor in dims.summed for n in (0, 1))
     sides = [any(_axes(layouts, factor, 2) for factor in dims.factors if factor[other] is None) for other in (0, 1)]
