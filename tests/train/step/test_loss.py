@@ -68,6 +68,19 @@ def test_loss_and_gradients_are_those_of_whole_logits(chunks, groups):
     np.testing.assert_allclose(chunked(chunks, groups)(PARAMS, WEIGHTS), expected[0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_logits_with_a_limit(chunks):
+    limited = make_loss(lambda params, _: params, chunks=chunks, softcap=1.5)
+
+    def slow(params, weights):
+        logits = 1.5 * jnp.tanh(jnp.einsum("bsd,vd->bsv", *params) / 1.5)
+        return jnp.sum(weights * cross_entropy(logits, batch()["targets"]))
+
+    found = jax.value_and_grad(lambda params, weights: limited(params, batch(weights)), (0, 1))(PARAMS, WEIGHTS)
+    expected = jax.value_and_grad(slow, (0, 1))(PARAMS, WEIGHTS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+
+
 def test_a_scaled_loss_has_a_scaled_gradient():
     once, thrice = (jax.grad(lambda p, k=k: k * chunked(2)(p, WEIGHTS))(PARAMS) for k in (1.0, 3.0))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(3 * a, b, rtol=1e-6), once, thrice)
