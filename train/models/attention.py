@@ -52,7 +52,7 @@ class Attention(nnx.Module):
         q, k, v = signal.tensor(q, "q"), signal.tensor(k, "k"), signal.tensor(v, "v")
         mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]  # [b, 1, s, s]
         options = {"scale": config.attention_scale, "softcap": config.attention_softcap, "window": self._window(x.shape[1], flags)}
-        # Only what a model has is said, since a kernel may not have it.
+        # Only options that the model uses, since a kernel may not accept the others.
         given = {name: value for name, value in options.items() if value is not None}
         heads = signal.tensor(self.attend(q, k, v, mask=mask, **given), "heads")  # [b, s, n, h]
         return signal.tensor(self.out(heads.reshape(*x.shape[:2], -1)), "out")  # [b, s, n · h] → [b, s, d]

@@ -8,7 +8,7 @@ their numbers: all layers stay one scan, which reads a few flags for each layer.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 from jgt.document import Bound
@@ -26,7 +26,8 @@ class RopeScaling:
     kind: linear: all frequencies are divided by factor (arXiv 2306.15595). llama3: only the slow ones (arXiv 2407.21783). longrope: each
     one is divided by its own factor (arXiv 2402.13753).
     factor: the divisor.
-    low, high: llama3 divides frequencies that turn less than low times in the original length, and keeps those that turn high times.
+    low, high: llama3 divides frequencies that turn less than low times in the original length, keeps those that turn high times, and
+    blends the two in between.
     original: the length of sequences in the first training.
     short, long: longrope's divisors, for sequences up to the original length and for longer ones.
     magnitude: the factor of rotated queries and keys. null: longrope's follows from factor, others have none.
@@ -42,11 +43,21 @@ class RopeScaling:
     magnitude: Positive | None = None
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Keys that do not belong to the kind."""
+        """Keys that are missing, and keys that belong to another kind."""
+        for field in fields(self):
+            if field.name not in _KEYS[self.kind] and getattr(self, field.name) != field.default:
+                yield field.name, f"is not a key of {self.kind}. Keys of it: {', '.join(_KEYS[self.kind])}"
         if self.kind == "longrope" and not (self.short and self.long):
             yield "kind", "longrope needs the divisors short and long"
         if self.kind == "llama3" and not self.low < self.high:
             yield "high", f"{self.high} is not above low {self.low}"
+
+
+_KEYS = {
+    "linear": ("kind", "factor", "magnitude"),
+    "llama3": ("kind", "factor", "low", "high", "original", "magnitude"),
+    "longrope": ("kind", "factor", "original", "short", "long", "magnitude"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +107,8 @@ class Options:
         if self.positions == "rotary" and self.rope_share < 1 and rotated % 2:
             yield "rope_share", f"RoPE rotates pairs, but {self.rope_share} of a head is the odd number {rotated}. Use an even number"
         scaling = self.rope_scaling
+        if scaling is not None and self.positions != "rotary":
+            yield "rope_scaling", "only rotary positions are scaled. Leave it out, or use positions: rotary"
         if scaling is not None and scaling.kind == "longrope":
             counts = {len(scaling.short), len(scaling.long)}
             if counts != {rotated // 2}:

@@ -15,7 +15,7 @@ from .options import Options, RopeScaling
 
 
 class LayerFlags(NamedTuple):
-    """The facts in which layers of one stack may differ; arrays where they do, of which a scan gives each layer its own.
+    """What may differ between layers. A flag that differs is an array, of which the scan gives each layer its entry.
 
     is_full: whether a token sees all earlier ones, whatever `model.window` says. rotates: whether queries and keys have rotary positions.
     """
@@ -43,7 +43,10 @@ def rotate(x: jax.Array, options: Options, flags: LayerFlags, segments: jax.Arra
         angle = (positions[None, :] - segments)[..., None] * frequency[None, None, :]  # [b, s, r/2]
         cos, sin = jnp.cos(angle)[:, :, None, :], jnp.sin(angle)[:, :, None, :]
     if magnitude != 1.0:
-        cos, sin = cos * magnitude, sin * magnitude
+        factor: float | jax.Array = magnitude
+        for is_scaled in (flags.rotates, True if options.window_theta is None else flags.is_full):
+            factor = factor if is_scaled is True else jnp.where(is_scaled, factor, 1.0)
+        cos, sin = cos * factor, sin * factor
     rotated, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])
     are_halves = options.rope_pairs == "halves"
     rotated = rotated.astype(jnp.float32)

@@ -14,6 +14,7 @@ from typing import Any
 
 from jgt.document import InputError, Node, nearest, shown
 
+from ..models.config import ModelConfig
 from .families import FAMILIES, Family, words
 
 MOST_BYTES = 1 << 20
@@ -27,7 +28,7 @@ _WITHOUT_EFFECT = words(
     "embed_pdrop embedding_dropout eos_token_id ep_size finetuning_task gradient_checkpointing hidden_dropout hidden_dropout_prob "
     "id2label initializer_factor initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id max_length "
     "min_length model_type n_ctx output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type "
-    "resid_dropout resid_pdrop return_dict rope_dim router_aux_loss_coef router_jitter_noise scale_attn_weights sep_token_id "
+    "resid_dropout resid_pdrop return_dict rope_dim router_aux_loss_coef router_jitter_noise sep_token_id "
     "summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params temperature "
     "tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version unk_token_id use_bfloat16 use_cache "
     "use_return_dict"
@@ -116,16 +117,22 @@ def described_by(config: Mapping[str, Any], file: Path) -> Described:
 
 
 def with_published(root: Node) -> Node:
-    """A run's document whose model section also has what the config.json of `model.hf` says. The section's own keys win.
+    """A run's document whose model section also has what the config.json of `model.hf` says.
 
-    The tokenizer is that of the folder, unless the document names another. Raises InputError.
+    The tokenizer is that of the folder, unless the document names another. Raises InputError, also for a key of the section that says
+    something else than config.json; only `seq` may.
     """
     model, name = root.find("model"), root.find("model.hf").value
-    if root.find("model.hf").key != "model.hf" or not isinstance(name, str) or "layers" in model.children:
+    is_resolved = ModelConfig.__dataclass_fields__.keys() <= model.children.keys()
+    if root.find("model.hf").key != "model.hf" or not isinstance(name, str) or is_resolved:
         # The config.yaml of a run has every key, wherever the folder is now.
         return root
     described = published(Path(name))
     file = described.path if described.path.suffix == ".json" else described.path / "config.json"
+    both = [(child, described.keys[key]) for key, child in model.children.items() if key in described.keys and key != "seq"]
+    different = [child.problem(f"{file} says {shown(value)}. Leave the key out") for child, value in both if child.plain() != value]
+    if different:
+        raise InputError(different)
     theirs = Node.of(dict(described.keys), f"{file}:1", "model")
     root = replace(root, value={**root.children, "model": replace(model, value={**theirs.children, **model.children})})
     data, tokenizer = root.find("data"), described.path / "tokenizer.json"

@@ -45,7 +45,7 @@ def export_params(params: Any, config: ModelConfig, folder: Path, *, dtype: str,
 
     Raises InputError if the model is no model of a known family, or if there is something at the path; and OSError.
     """
-    described = _described(config)
+    described = _as_llama(config) if config.hf is None else published(Path(config.hf))
     flat = {path_text(path): x for path, x in jax.tree.leaves_with_path(params)}
     shapes: dict[str, Shape] = {path: tuple(x.shape) for path, x in flat.items()}
     sources = sources_of(described.family, shapes, (config.heads, config.num_kv_heads))
@@ -59,7 +59,9 @@ def export_params(params: Any, config: ModelConfig, folder: Path, *, dtype: str,
         for name, tensor in tensors.items():
             yield name, _filled(tensor, flat, kind)
 
-    text = json.dumps({**described.config, "torch_dtype": {"f32": "float32", "bf16": "bfloat16"}[dtype]}, indent=2)
+    # Files of transformers 5 have the key `dtype` for it.
+    values = {name: value for name, value in described.config.items() if name != "dtype"}
+    text = json.dumps({**values, "torch_dtype": {"f32": "float32", "bf16": "bfloat16"}[dtype]}, indent=2)
     files: dict[str, bytes | Path] = {"config.json": text.encode() + b"\n"}
     if config.hf is not None and described.path.is_dir():
         files |= {name: file for name in _OTHER_FILES if (file := described.path / name).is_file()}
@@ -76,9 +78,8 @@ def _filled(tensor: _Tensor, params: Mapping[str, Any], dtype: np.dtype[Any]) ->
     return made
 
 
-def _described(config: ModelConfig) -> Described:
-    if config.hf is not None:
-        return published(Path(config.hf))
+def _as_llama(config: ModelConfig) -> Described:
+    """A model that began from nothing, described as a Llama."""
     values = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -98,7 +99,7 @@ def _described(config: ModelConfig) -> Described:
     described = described_by(values, Path("config.json"))
     again: ModelConfig | None = bind(Node.of(dict(described.keys), "config.json"), ModelConfig, [])
     assert again is not None
-    # What is derived in one of them is said in the other.
+    # Defaults that config.json states explicitly.
     ours = replace(config, kv_heads=config.num_kv_heads, head_dim=config.head_size, ffn=config.ffn_size)
     silent = ("dtype", "fp8", "attention", "hf", "kind")
     different = [name for name in vars(ours) if name not in silent and getattr(ours, name) != getattr(again, name)]

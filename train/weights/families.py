@@ -35,7 +35,7 @@ class Family:
 
     options: reads config.json. names: tensors that have other names than Llama's. layer: the prefix of a layer's tensors. by_head: whether
     the tensor of q, k and v has the outputs of each head together. are_kernels_transposed: whether a kernel [in, out] is stored as
-    [out, in]. skipped: the ends of names of tensors that say nothing.
+    [out, in]. skipped: the ends of names of tensors to ignore.
     """
 
     options: Read
@@ -109,21 +109,23 @@ def _rope(k: Any, theta: float) -> dict[str, Any]:
     either = k.group("rope_parameters")
     if any(isinstance(either.values.get(kind), Mapping) for kind in ("full_attention", "sliding_attention")):
         full, window = either.group("full_attention"), either.group("sliding_attention")
-        own = _scaling(k, full, window.get("rope_theta", theta))
+        own, local = full.get("rope_theta", theta), window.get("rope_theta", theta)
+        made = {"rope_theta": own, "rope_share": full.get("partial_rotary_factor"), **_scaling(k, full)}
         window.require("rope_type", "default")
         window.refuse_others("rope_parameters: sliding_attention: ")
-        both = full.get("rope_theta", theta), window.get("rope_theta", theta)
-        return {"rope_theta": both[0], "window_theta": both[1] if both[0] != both[1] or own["rope_scaling"] else None, **own}
+        return {**made, "window_theta": local if local != own or made["rope_scaling"] else None}
     old = k.group("rope_scaling")
+    if either.values and old.values:
+        k.problems.append("rope_parameters and rope_scaling say the same. Keep one of them")
     source = either if either.values else old
     made = {
-        "rope_theta": k.get("rope_theta", either.get("rope_theta", theta)),
-        "rope_share": k.get("partial_rotary_factor", either.get("partial_rotary_factor")),
+        "rope_theta": k.get("rope_theta", source.get("rope_theta", theta)),
+        "rope_share": k.get("partial_rotary_factor", source.get("partial_rotary_factor")),
     }
-    return {**made, **_scaling(k, source, theta)}
+    return {**made, **_scaling(k, source)}
 
 
-def _scaling(k: Any, source: Any, theta: float) -> dict[str, Any]:
+def _scaling(k: Any, source: Any) -> dict[str, Any]:
     kind = source.get("rope_type", source.get("type", "default"))
     made: dict[str, Any] = {"kind": "longrope" if kind == "su" else kind}
     original = source.get("original_max_position_embeddings", k.get("original_max_position_embeddings"))
@@ -144,7 +146,6 @@ def _scaling(k: Any, source: Any, theta: float) -> dict[str, Any]:
         made["magnitude"] = source.get("attention_factor")
     else:
         k.problems.append(f"rope_scaling: {kind!r} is not supported. Supported: default, linear, llama3, longrope")
-    source.read |= {"rope_theta", "partial_rotary_factor"}
     source.refuse_others("rope_scaling: ")
     return {"rope_scaling": {name: value for name, value in made.items() if value is not None} or None}
 
@@ -298,7 +299,9 @@ def _stablelm(k: Any) -> dict[str, Any]:
 def _gpt2(k: Any) -> dict[str, Any]:
     for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
         k.require(name, False)
-    embed = k.need("n_embd")
+    k.require("scale_attn_weights", True)
+    embed, activation = k.need("n_embd"), k.get("activation_function", "gelu_new")
+    k.require("activation_function", *_ACTIVATIONS, default="gelu_new")
     return {
         "kind": "gpt",
         "layers": k.need("n_layer"),
@@ -309,7 +312,7 @@ def _gpt2(k: Any) -> dict[str, Any]:
         "seq": k.need("n_positions"),
         "norm_eps": k.get("layer_norm_epsilon", 1e-5),
         "tied": k.get("tie_word_embeddings", True),
-        "activation": _ACTIVATIONS[k.get("activation_function", "gelu_new")],
+        "activation": _ACTIVATIONS.get(activation, "silu"),
     }
 
 

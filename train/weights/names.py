@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jgt.document import InputError
+
 from .families import LLAMA_NAMES, Family
 from .safetensors import Tensor
 
@@ -44,8 +46,14 @@ class Source:
 
 
 def sources_of(family: Family, shapes: Mapping[str, Shape], num_heads: tuple[int, int]) -> dict[str, Source]:
-    """The sources of parameters, by path. num_heads: of queries, and of keys. Raises KeyError for a parameter that the family lacks."""
-    names = {path: _name(family, path) for path in shapes}
+    """The sources of parameters, by path. num_heads: of queries, and of keys.
+
+    Raises InputError for parameters that the family has no tensors for.
+    """
+    found = {path: _name(family, path) for path in shapes}
+    if lacking := [path for path, name in found.items() if name is None]:
+        raise InputError([f"model: the family has no tensor for the parameter {path}" for path in lacking])
+    names = {path: name for path, name in found.items() if name is not None}
     sources: dict[str, Source] = {}
     for name, paths in itertools.groupby(sorted(shapes, key=lambda path: (names[path], _order(path))), key=names.__getitem__):
         group, first = list(paths), 0
@@ -64,10 +72,10 @@ def sources_of(family: Family, shapes: Mapping[str, Shape], num_heads: tuple[int
     return sources
 
 
-def _name(family: Family, path: str) -> str:
+def _name(family: Family, path: str) -> str | None:
     inner = re.sub(r"^layers/", "", path)
-    name = family.names.get(inner) or LLAMA_NAMES[inner]
-    return name if inner == path else family.layer + name
+    name = family.names.get(inner) or LLAMA_NAMES.get(inner)
+    return name if name is None or inner == path else family.layer + name
 
 
 def _order(path: str) -> int:

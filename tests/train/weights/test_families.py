@@ -166,14 +166,19 @@ def test_a_config_that_is_not_understood_is_refused(changes, problem, tmp_path):
 
 
 def test_a_run_has_what_its_file_and_config_json_say():
-    run = load({"model": {"hf": str(GOLDENS / "gemma2"), "seq": 64, "attention_softcap": None}})
+    run = load({"model": {"hf": str(GOLDENS / "gemma2"), "seq": 64, "layers": 2}})
     model = run.config.model
-    assert (model.seq, model.attention_softcap, model.logits_softcap, model.window) == (64, None, 3.0, 8)
+    assert (model.seq, model.layers, model.logits_softcap, model.window) == (64, 2, 3.0, 8)
     assert run.where("model.window").endswith("gemma2/config.json:1")
     # The config of a run says everything, also without the folder.
     resolved = run.resolved()
     resolved["model"]["hf"] = "/gone"
     assert dataclasses.replace(load(resolved).config.model, hf=model.hf) == model
+
+
+def test_a_key_that_contradicts_config_json_is_refused():
+    with pytest.raises(jgt.InputError, match=r"model.layers: .*gemma2/config.json says 2. Leave the key out"):
+        load({"model": {"hf": str(GOLDENS / "gemma2"), "layers": 4}})
 
 
 def test_tensors_that_are_missing_or_have_another_shape_are_named(tmp_path):
