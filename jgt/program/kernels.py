@@ -45,7 +45,8 @@ class CustomKernel:
     primitives: the JAX primitives that call it. keeps_rows: row i of each result depends on row i of the operands only, provided that the
     rows are the first dim of all of them. traced_flops(primitive, params, shapes of the operands): FLOPs of an equation. custom_call: a
     pattern for the target of XLA's custom call. compiled_flops(text, shape of the first operand): FLOPs of that custom call, from its HLO.
-    checks: the questions that JAX asks the library.
+    attention(text, shape of the queries): the work of that custom call, if it is fused attention. checks: the questions that JAX asks the
+    library.
     """
 
     name: str
@@ -54,6 +55,7 @@ class CustomKernel:
     traced_flops: Callable[[str, Mapping[str, object], Sequence[Shape]], int] | None = None
     custom_call: re.Pattern[str] | None = None
     compiled_flops: Callable[[str, Shape], int] | None = None
+    attention: Callable[[str, Shape], AttentionWork] | None = None
     checks: tuple[LibraryCheck, ...] = ()
 
 
@@ -72,11 +74,10 @@ def custom_call_flops(text: str, shape: Shape) -> int | None:
 
 def attention_of(text: str, query: Shape) -> AttentionWork | None:
     """The work of a custom call, from its HLO and the shape of its first operand; None if it is not a kernel of attention."""
-    if CUDNN.custom_call is None or not CUDNN.custom_call.search(text):
-        return None
-    scores = _cudnn_scores(text)
-    is_backward = _CUDNN_BACKWARD.search(text) is not None
-    return AttentionWork(_cudnn_compiled_flops(text, query), scores[-1] if scores else 1, query[-1], is_backward)
+    for kernel in KERNELS:
+        if kernel.custom_call and kernel.attention and kernel.custom_call.search(text):
+            return kernel.attention(text, query)
+    return None
 
 
 def _cudnn_traced_flops(primitive: str, params: Mapping[str, object], shapes: Sequence[Shape]) -> int:
@@ -93,6 +94,12 @@ def _cudnn_compiled_flops(text: str, query: Shape) -> int:
     scores = _cudnn_scores(text)
     num_scores = math.prod(scores) if scores else 0
     return _attention_flops(num_scores * query[-1], 5 if _CUDNN_BACKWARD.search(text) else 2, is_causal='CAUSAL"' in text)
+
+
+def _cudnn_attention(text: str, query: Shape) -> AttentionWork:
+    scores = _cudnn_scores(text)
+    is_backward = _CUDNN_BACKWARD.search(text) is not None
+    return AttentionWork(_cudnn_compiled_flops(text, query), scores[-1] if scores else 1, query[-1], is_backward)
 
 
 def _cudnn_scores(text: str) -> Shape:
@@ -116,6 +123,7 @@ CUDNN = CustomKernel(
     traced_flops=_cudnn_traced_flops,
     custom_call=re.compile(r'custom_call_target="__cudnn\$fmha'),
     compiled_flops=_cudnn_compiled_flops,
+    attention=_cudnn_attention,
     # JAX's CUDA wheels bring cuDNN 9.12 or newer. JAX refuses some masks and head sizes to older versions.
     checks=(LibraryCheck(module="jax._src.cudnn.fused_attention_stablehlo", function="check_cudnn_version", answer=91200),),
 )

@@ -56,7 +56,7 @@ class Sharded(Generic[_P, _R]):
         avoid_faults()
         check_function(fn)
         rules, mesh, pipeline = as_rules(rules), check_mesh(mesh), check_pipeline(pipeline)
-        # `updated=()`: fn may be an object with state, whose attributes do not belong into this object's __dict__.
+        # `updated=()`: fn may be an object with state, whose attributes do not belong in this object's __dict__.
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._rules, self._mesh = fn, rules, mesh
         self._replacements_of, self._replacements = replacements_of, tuple(replacements_of(rules))

@@ -71,11 +71,19 @@ def test_the_table_of_limits_has_every_number_of_a_config():
                 # A Node is a part of the document that another room reads.
                 if dataclasses.is_dataclass(option) and option is not Node:
                     yield from numbers(option, f"{prefix}{name}.")
-                elif typing.get_origin(option) is typing.Annotated or option in (int, float):
+                elif (typing.get_args(option)[0] if typing.get_origin(option) is typing.Annotated else option) in (int, float):
                     yield f"{prefix}{name}"
 
     # An item of a list has no key to override. The hostile configs try the limits of these.
-    listed = {"data.mixture.weight", "debug.faults.at_step", "debug.faults.process"}
+    listed = {
+        "model.rope_scaling.short",
+        "model.rope_scaling.long",
+        "model.unrotated_layers",
+        "model.full_layers",
+        "data.mixture.weight",
+        "debug.faults.at_step",
+        "debug.faults.process",
+    }
     assert set(numbers(Config, "")) - listed | {"mesh.data"} == set(LIMITS)
 
 

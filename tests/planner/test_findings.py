@@ -213,7 +213,7 @@ def test_attention_that_every_device_computes(planned, right):
 
     found = planned("fsdp_tensor", forget)
     one = only(found, "computed-alike", "layers/attn")
-    assert place(one.source) == line_of(MODELS, "made = read_by(x, self.q_proj")
+    assert place(one.source) == line_of(MODELS, "q, k, v = read_by(x, self.q_proj")
     assert attention(found).flops > 3 * attention(right).flops
     assert found.memory.temp_bytes > 1.2 * right.memory.temp_bytes
 

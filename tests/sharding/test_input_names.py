@@ -41,7 +41,7 @@ def test_the_program_is_laid_out_as_the_placement_says():
     sharded = jgt.shard(distill, rules, MESH)
     assert sharded({"w": X}, {"x": X}, {"x": X}, mask=X) == 8 * 8 * 16
     # Neither rule is reported as one that matches nothing, and a wrong name is.
-    with pytest.raises(jgt.InputError, match="inputs: no argument of that name and rank"):
+    with pytest.raises(jgt.InputError, match="inputs: techer/x: no argument of that name and rank"):
         jgt.shard(distill, jgt.make_rules({"inputs": {"techer/x": []}, "default": "replicate"}), MESH)({"w": X}, {"x": X}, {"x": X})
 
 

@@ -2,7 +2,7 @@
 
 A data set of text is read once, from one end to the other, and can be larger than memory. So a plain file is read in blocks of about a
 megabyte that end at a line end, and a JSON lines file line by line, each line one document. A line that cannot be used does not end the
-reading: the reader yields an `TextError` in its place, so that a user sees all bad lines of a file at once. A wrong name of the field with
+reading: the reader yields a `TextError` in its place, so that a user sees all bad lines of a file at once. A wrong name of the field with
 the text would fill the screen with equal lines; so a document without the field says which fields it has, and the caller makes one problem
 of all such documents (`missing_field`).
 

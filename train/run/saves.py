@@ -86,7 +86,8 @@ class Saves:
         with self.phase("save", step=position.step), self._reported(position):
             self.checkpoints.wait()
         until, pause = time.monotonic() + min(time.monotonic() - self._begun, _LAST_SECONDS), 1.0
-        while self._saved < position.step or not true_on_all_processes(self._failure is None):
+        # A save may fail in one process alone. All ask each other, so that they repeat it together.
+        while not true_on_all_processes(self._saved >= position.step and self._failure is None):
             may_repeat = true_on_all_processes(time.monotonic() < until)
             then = f"It is the last one, and is tried again in {pause:g} s" if may_repeat else "This was the last try"
             with self.phase("save", step=position.step), self._reported(position, then):

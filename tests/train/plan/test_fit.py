@@ -5,7 +5,7 @@ import pytest
 from plugin import needs_plugin
 
 from train.plan.__main__ import main
-from train.run import fit
+from train.setup import fit
 from train.run.train import open_run
 
 ORDER = ["none", "attention", "matmuls", "block"]

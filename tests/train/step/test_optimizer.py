@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from steps import roles_of
 
-from train.models.config import ModelConfig
+from train.models.config import GPTConfig, ModelConfig
 from train.models.decoder import build, stacked
 from train.models.model import Table, Vector, of_nnx
 from train.setup import prepare
@@ -75,7 +75,7 @@ def test_adamw():
 
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_matrices_decay_and_nothing_else(kind):
-    model = build(ModelConfig(kind=kind, layers=1, embed=8, heads=2, vocab=9, seq=4))
+    model = build({"llama": ModelConfig, "gpt": GPTConfig}[kind](layers=1, embed=8, heads=2, vocab=9, seq=4))
     params, _ = jax.jit(model.init)(jax.random.key(0))
     optimizer = built(OptimizerConfig(lr=1.0, schedule="constant", weight_decay=1.0), roles_of(model, TOKENS))
     # With gradients of zero, an update is the decay alone. Ones, so that nothing that decays is zero already.
@@ -180,7 +180,7 @@ def test_a_matrix_of_zeros_stays_zero():
 
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_muon_takes_the_matrices_of_the_layers(kind):
-    model = build(ModelConfig(kind=kind, layers=1, embed=8, heads=2, vocab=9, seq=4))
+    model = build({"llama": ModelConfig, "gpt": GPTConfig}[kind](layers=1, embed=8, heads=2, vocab=9, seq=4))
     shapes, _ = jax.eval_shape(model.init, jax.random.key(0))
     state = jax.eval_shape(built(OptimizerConfig(name="muon"), roles_of(model, TOKENS)).init, shapes)
     assert state.inner_states.keys() == {"muon", "adamw"}
