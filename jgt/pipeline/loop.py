@@ -1,7 +1,7 @@
 """The loop over a table's ticks on one data shard: the stages' items, with embedding and head between them.
 
-One scan for each segment of the table runs its ticks, and its body is one tick: embed the microbatch that enters, let every stage do its forward
-item, run head and loss for the microbatch that left the last chunk, then the backward items, the embedding's gradient and
+One scan for each segment of the table runs its ticks. Its body is one tick: embed the microbatch that enters, let every stage do its
+forward item, run head and loss for the microbatch that left the last chunk, then the backward items, the embedding's gradient and
 the weight gradients. All devices run all ticks together, and none branches on where it is, because SPMD programs deadlock
 when devices disagree about collectives. A stage without an item computes garbage, which is written to a slot that is never read and
 masked out of every sum. It costs no time, since the other stages are busy meanwhile. Embedding and head are skipped by all devices
