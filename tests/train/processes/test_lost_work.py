@@ -78,6 +78,7 @@ def resumed(start, run, **options):
     assert losses(run) == losses(processes.logs[0].parent / "unbroken")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_update_that_is_not_finite(start, tmp_path, count):
     with start(f"debug.faults=[{{at_step: {BAD}, kind: nan}}]", count=count) as processes:
@@ -88,7 +89,9 @@ def test_an_update_that_is_not_finite(start, tmp_path, count):
     resumed(start, tmp_path / "run", count=count)
 
 
-@pytest.mark.parametrize(("first", "step"), [(DATA_FAILS, BAD - 1), (EVALUATION_FAILS, BAD)], ids=["data", "evaluation"])
+@pytest.mark.parametrize(
+    ("first", "step"), [(DATA_FAILS, BAD - 1), pytest.param(EVALUATION_FAILS, BAD, marks=pytest.mark.slow)], ids=["data", "evaluation"]
+)
 def test_data_or_an_evaluation_that_fails(start, tmp_path, first, step):
     with start(first=first) as processes:
         assert processes.wait(0) == Exit.FAILED
@@ -98,7 +101,7 @@ def test_data_or_an_evaluation_that_fails(start, tmp_path, first, step):
     resumed(start, tmp_path / "run", first=first)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal(start, tmp_path, number):
     with start() as processes:
         wait_for_step(tmp_path / "run", 5)
@@ -108,6 +111,7 @@ def test_a_signal(start, tmp_path, number):
     resumed(start, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_when_the_run_ends(start, tmp_path, small_disk):
     run, ballast = small_disk / "run", small_disk / "ballast"
     with start(folder=small_disk, steps=100_000) as processes:

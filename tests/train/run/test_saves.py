@@ -64,7 +64,10 @@ def state_of(run):
     return jax.device_get(restore_state(setup, find_checkpoint(run.config.run.path)[0]))
 
 
-@pytest.mark.parametrize(("kind", "last"), [("nan", BAD - 1), ("data", BAD - 1), ("evaluation", BAD)])
+@pytest.mark.parametrize(
+    ("kind", "last"),
+    [("nan", BAD - 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("data", BAD - 1), ("evaluation", BAD)))],
+)
 @pytest.mark.parametrize("mesh", [ONE, EIGHT], ids=["ahead", "eight"])
 def test_the_last_good_state_is_saved_and_the_run_resumes_bit_for_bit(tiny, tmp_path, broken, capsys, kind, last, mesh):
     """With the settings of checkpoints left at their defaults. On one device the host has dispatched two more steps by then."""
@@ -107,7 +110,7 @@ def test_an_update_that_ends_a_run_is_the_last_one_that_the_devices_apply(tiny, 
 # -- the last save ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("failures", [4, 100])
+@pytest.mark.parametrize("failures", [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_the_last_save_is_tried_again_for_as_long_as_the_run_has_trained(tiny, monkeypatch, capsys, tmp_path, failures):
     plain, number, pauses = Checkpoints._space_problem, itertools.count(), []
     monkeypatch.setattr(
