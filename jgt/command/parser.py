@@ -24,7 +24,7 @@ class CommandParser(argparse.ArgumentParser):
     """The parser of a command, such as `jgt plan`. Wrong arguments end the process with exit code 2."""
 
     NOT_FLAGS: ClassVar[str] = ""
-    """What may be meant by an unknown flag."""
+    """The end of a message about an unknown flag, which says what else may be meant."""
 
     def __init__(self, prog: str, description: str):
         super().__init__(prog=prog, description=description, allow_abbrev=False)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,15 @@ Chunk = tuple[jax.Array, jax.Array, jax.Array]
 LOGITS_BYTES = 1 << 30
 
 
+class _Options(NamedTuple):
+    """The arguments of `make_loss` that are no arrays."""
+
+    chunks: int
+    groups: Groups
+    wide: bool
+    softcap: float | None
+
+
 def make_loss(
     features: Features, *, chunks: int = 1, groups: Groups = (), wide_gradients: bool = False, softcap: float | None = None
 ) -> TokenLoss:
@@ -50,7 +59,7 @@ def make_loss(
     def loss(model: Any, batch: Arrays) -> jax.Array:
         x, table = features(model, batch["inputs"], **segments_of(batch))
         with signal.context("head"):
-            return _loss(chunks, groups, wide_gradients, softcap, x, table, batch["targets"], batch["weights"])
+            return _loss(_Options(chunks, groups, wide_gradients, softcap), x, table, batch["targets"], batch["weights"])
 
     return loss
 
@@ -93,19 +102,10 @@ def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _loss(
-    chunks: int,
-    groups: Groups,
-    wide: bool,
-    softcap: float | None,
-    x: jax.Array,
-    table: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(options: _Options, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
     """The loss alone, for an evaluation."""
-    del groups, wide
+    chunks, softcap = options.chunks, options.softcap
 
     def nats_of(chunk: Chunk) -> jax.Array:
         x, targets, _ = chunk
@@ -117,17 +117,9 @@ def _loss(
     return jnp.sum(weights * nats)
 
 
-def _forward(
-    chunks: int,
-    groups: Groups,
-    wide: bool,
-    softcap: float | None,
-    x: jax.Array,
-    table: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-) -> tuple[jax.Array, Any]:
+def _forward(options: _Options, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
     """The loss, and as residuals its gradients by x, table and weights."""
+    chunks, groups, wide, softcap = options
     added_up = jnp.dtype(jnp.float32) if wide else table.dtype
     # An evaluation may have a single row.
     groups = groups if len(x) % math.prod(groups) == 0 else ()
@@ -171,7 +163,7 @@ def _forward(
     return jnp.sum(weights * nats), (by_x, by_table.astype(table.dtype), nats)
 
 
-def _backward(chunks: int, groups: Groups, wide: bool, softcap: float | None, gradients: Any, cotangent: jax.Array) -> Any:
+def _backward(options: _Options, gradients: Any, cotangent: jax.Array) -> Any:
     by_x, by_table, by_weights = ((cotangent * gradient).astype(gradient.dtype) for gradient in gradients)
     return by_x, by_table, None, by_weights
 

@@ -1,7 +1,7 @@
 """Published weights: a folder of Hugging Face names a model, and its files hold the parameters.
 
-`described` reads config.json into the keys of the `model:` section; `families` says, for each family, which options it has and how its
-tensors are named; `names` maps the model's parameters to tensors, in both directions; `safetensors` opens a folder and reads any part of a
-tensor, and `writing` writes one; `load` puts tensors into shards, and `export` makes them of a run's parameters. Only these two import
-JAX, so that a config.json is read where nothing else is installed.
+`described` reads config.json into the keys of the `model:` section. `families` has a row for each family: the function of `readings` that
+reads its options, and the names of its tensors. `names` maps the model's parameters to tensors, in both directions. `safetensors` opens a
+folder and reads any part of a tensor, and `writing` writes one. `load` puts tensors into shards, and `export` makes them of a run's
+parameters. Only these two import JAX, so that a config.json is read where nothing else is installed.
 """
