@@ -2,6 +2,7 @@
 
     python benchmarks/random_layouts.py --layouts 20000             # with the faults of XLA's partitioner avoided
     python benchmarks/random_layouts.py --layouts 2000 --faults     # as XLA computes them
+    python benchmarks/random_layouts.py --layouts 5000 --axes 4     # on the mesh with four axes alone
 
 Each layout gives random specs to the parameters, the inputs, the named tensors and the result of one function, on one of five meshes with
 two to four axes. Values and all gradients are compared with those of the plain function. Layouts that XLA refuses to compile, or of which
@@ -120,7 +121,7 @@ def tensors_of(fn, params, x):
     return found
 
 
-def run_programs(name, seeds, count, keeps_faults):
+def run_programs(name, seeds, count, meshes, keeps_faults):
     """Compiles `count` layouts of one function in one program for each seed, and prints what came out as JSON."""
     fn, shapes, of_x = functions()[name]
     draw = np.random.default_rng(0)
@@ -142,7 +143,7 @@ def run_programs(name, seeds, count, keeps_faults):
 
     for seed in seeds:
         rng = random.Random(seed)
-        sizes = rng.choice(MESHES)
+        sizes = rng.choice(meshes)
         signals = {
             f"layout{n}": {
                 "params": {f"{key}/{n}": spec(rng, shape[1:] if name == "layers" else shape, sizes) for key, shape in shapes.items()},
@@ -182,12 +183,14 @@ def main():
     parser.add_argument("--layouts", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--program", type=int, default=24, help="layouts in one program")
+    parser.add_argument("--axes", type=int, choices=(2, 3, 4), help="the meshes with this number of axes alone")
     parser.add_argument("--faults", action="store_true", help="leave the faults in")
     parser.add_argument("--only", help="one function")
     parser.add_argument("--run", nargs=2, metavar=("NAME", "SEEDS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
-        run_programs(options.run[0], json.loads(options.run[1]), options.program, options.faults)
+        meshes = [sizes for sizes in MESHES if options.axes in (None, len(sizes))]
+        run_programs(options.run[0], json.loads(options.run[1]), options.program, meshes, options.faults)
         return
     # XLA's partitioner is the same without what takes the most time for small programs.
     flags = [
@@ -203,6 +206,7 @@ def main():
         seeds = list(range(seed, seed + 10))
         seed += 10
         command = [sys.executable, __file__, "--program", str(options.program), "--run", name, json.dumps(seeds)]
+        command += ["--axes", str(options.axes)] if options.axes else []
         done = subprocess.run(command + ["--faults"] * options.faults, check=False, capture_output=True, text=True, env=environment)
         for line in done.stdout.splitlines():
             found = json.loads(line)
