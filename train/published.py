@@ -12,9 +12,9 @@ import jax
 from jgt import CommandParser
 from jgt.document import InputError, Node, bind
 
+from .loaded import load_model
 from .models.config import ModelConfig
 from .models.decoder import build
-from .run.api import load_model
 from .weights.described import published
 from .weights.export import EXPORTED, export_params
 from .weights.load import open_files

@@ -40,12 +40,12 @@ def run(config: Any, overrides: str | Sequence[str] = (), **parts: Any) -> Any:
 
 
 def load(path: str | Path, overrides: str | Sequence[str] = (), **parts: Any) -> Any:
-    """The model of a run directory or of one of its checkpoints, with its arrays: `load_model` in train/run/api.py. Raises InputError.
+    """The model of a run directory, of one of its checkpoints or of a folder of Hugging Face: `load_model` in train/loaded.py.
 
-    overrides: to the run's config. parts: `model`, `loss`, `data` and `code` as for `run`; `sharded`: laid out by the run's rules, and not
-    whole on one device.
+    overrides: to the run's config. parts: `model`, `loss`, `data` and `code` as for `run`; `mesh` and `rules`: the layout of the arrays,
+    which are whole on one device otherwise; `sharded`: laid out as the run's. Raises InputError.
     """
-    return trainer("run.api").load_model(path, overrides, **parts)
+    return trainer("loaded").load_model(path, overrides, **parts)
 
 
 def _package() -> str:

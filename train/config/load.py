@@ -44,11 +44,13 @@ def load(
     code: Code | Sequence[str | Path] = (),
     num_processes: int | None = 1,
     problems: Sequence[str] = (),
+    reads_data: bool = True,
 ) -> Run:
     """Reads and checks a run's file, or its contents as a mapping, with `key.sub=value` overrides. Raises InputError with every problem.
 
     code: the user's own code that the file may name, or the paths of its files. num_processes: the number of processes that share the mesh;
     None if a cluster decides it later. problems: messages of earlier checks, which are reported together with the messages about the file.
+    reads_data: whether the paths of the data are checked.
     Whether the mesh divides the batch is left to `batch_problems`, whose messages appear beside those about parameters.
     """
     code = code if isinstance(code, Code) else read_code(code)
@@ -70,7 +72,7 @@ def load(
     # Without a document there is nothing to check; the overrides were still read for their own problems.
     if not is_readable:
         raise InputError(all_problems)
-    return _check(root, folder, all_problems, num_processes, code)
+    return _check(root, folder, all_problems, num_processes, code, reads_data=reads_data)
 
 
 def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
@@ -95,7 +97,7 @@ def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
         yield f"{run.where(key)}: {key}: {problem}"
 
 
-def _check(root: Node, folder: Path, problems: list[str], num_processes: int | None, code: Code) -> Run:
+def _check(root: Node, folder: Path, problems: list[str], num_processes: int | None, code: Code, *, reads_data: bool) -> Run:
     # `bind` returns None if any section is wrong.
     bound: Config | None = bind(root, Config, problems)
     config = _without_nulls(bound or _readable_sections(root))
@@ -105,7 +107,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
     rules_root, rules = _read_rules(config, root, mesh, folder, problems)
     problems += [root.find("log").problem(logger_problem(name)) for name in missing_loggers(config.log or ())]
     data = root.find("data")
-    problems += [data.find(name).problem(message) for name, message in path_problems(config.data)]
+    problems += [data.find(name).problem(message) for name, message in (path_problems(config.data) if reads_data else ())]
     if has_sizes and config.mesh is not None:
         problems += _mesh_problems(config, config.mesh, mesh, num_processes)
     pipeline = None

@@ -138,6 +138,12 @@ class DataConfig(_SourceKeys):
         keys = {key: getattr(self, key) for key in _SourceKeys.__dataclass_fields__}
         return (MixturePart(weight=1.0, source=self.source, **keys),)
 
+    @property
+    def tokenizer_name(self) -> str | None:
+        """The tokenizer of the texts, which all parts share; None if nothing says how the ids of token files were made."""
+        parts = self.parts()
+        return None if parts[0].tokenizer == BYTES and all(part.source == "tokens" for part in parts) else parts[0].tokenizer
+
     def part_names(self) -> tuple[str, ...]:
         """The name of each part in metrics. Parts without names of their own that would share one get their number as well."""
         names = [part.metric_name for part in self.parts()]

@@ -71,6 +71,10 @@ class Model:
     terms: Callable[[Any], Terms] = lambda module: {}
     settle: Settle = lambda variables: (variables, {})
 
+    def module(self, params: Any, variables: Any) -> Any:
+        """The module with these arrays, as in an evaluation: an nnx.Module, or a bound module of linen."""
+        return self.run(lambda module: module, params, variables, False)[0]
+
     def apply(self, params: Any, variables: Any, tokens: jax.Array) -> jax.Array:
         """The module called on tokens, as in an evaluation."""
         return self.run(lambda module: module(tokens), params, variables, False)[0]

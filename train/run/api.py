@@ -1,7 +1,6 @@
-"""Runs from Python: `jgt.run` trains as the command does, and `jgt.load` gives a trained model.
+"""Runs from Python: `jgt.run` trains as the command does.
 
     result = jgt.run("run.yaml", ["optimizer.lr=3e-4"], model=Mamba, loss=loss)
-    model = jgt.load(result.folder, code="my_models.py").model
 
 Parts of a run may be given as objects instead of names: the config then says `python:Mamba` in their place. Wrong input raises InputError,
 and a run that cannot continue raises the error whose message the command prints. Ctrl-C stops after the current step and saves, so `run`
@@ -22,20 +21,16 @@ from flax import nnx
 from jgt.document import InputError, shown
 
 from .. import config as configs
-from ..checkpoint.restore import restore_params
-from ..checkpoint.saved import find_checkpoint
 from ..checkpoint.signature import read_key
-from ..code.files import COPY, Code, read_code
+from ..code.files import Code, read_code
 from ..code.names import exits_are_failures
 from ..compiled import programs_on_trial
 from ..config import Run
-from ..models.model import Model
 from ..processes.processes import start_jax
 from ..report.rows import read_metrics
-from ..setup import Setup, prepare
+from ..setup import Setup
 from ..step.state import State
 from .identity import check_places, read_resume
-from .replicas import restored_of_one
 from .start import Position
 from .train import train
 from .xla import configure_xla, open_devices
@@ -82,22 +77,7 @@ class RunResult:
     def model(self) -> Any:
         """The trained module, as it is evaluated."""
         params = self.state.params if self.state.anchor is None else self.state.anchor
-        return _module(self.setup.program.model, self.setup.model_params(params), self.setup.eval_variables(self.state))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """A model from a checkpoint. params and variables: its arrays, as `train.models.model` explains them. step: of the checkpoint."""
-
-    setup: Setup
-    params: Any
-    variables: Any
-    step: int
-
-    @property
-    def model(self) -> Any:
-        """The module with these arrays: an nnx.Module, or a bound module of linen."""
-        return _module(self.setup.program.model, self.params, self.variables)
+        return self.setup.program.model.module(self.setup.model_params(params), self.setup.eval_variables(self.state))
 
 
 @exits_are_failures()
@@ -122,8 +102,8 @@ def run_here(
     """
     if others:
         raise TypeError(f"jgt.run has no argument {next(iter(others))!r}. Values of the config are overrides, such as ['train.steps=3']")
-    own = _own_code(code, {"model.kind": model, "train.loss": loss, "optimizer.name": optimizer, "data.source": data})
-    checked = configs.load(config, _listed(overrides), code=own)
+    own = own_code(code, {"model.kind": model, "train.loss": loss, "optimizer.name": optimizer, "data.source": data})
+    checked = configs.load(config, listed(overrides), code=own)
     watched = replace(checked.config.watchdog, step_seconds=_FOREVER, start_seconds=_FOREVER)
     checked = replace(checked, config=replace(checked.config, watchdog=watched))
     given = read_resume(resume, allow_change, checked.config.run.path)
@@ -131,7 +111,7 @@ def run_here(
     read_key(checked.config.checkpoint.key)
     ends: list[tuple[Setup, Position]] = []
     with programs_on_trial():
-        _start_jax(checked)
+        start_jax_here(checked)
         train(checked, given, on_end=lambda setup, position: ends.append((setup, position)), owns_process=False)
     (setup, position), folder, metrics = ends[0], checked.config.run.path, list[dict[str, Any]]()
     # Whatever has become of the file, the state is the caller's.
@@ -140,53 +120,7 @@ def run_here(
     return RunResult(folder=folder, position=position, setup=setup, metrics=metrics)
 
 
-def load_model(
-    path: str | Path,
-    overrides: str | Sequence[str] = (),
-    *,
-    model: Any = None,
-    loss: Callable[..., Any] | None = None,
-    data: Any = None,
-    code: str | Path | Sequence[str | Path] = (),
-    sharded: bool = False,
-) -> Loaded:
-    """The model of a run directory's newest checkpoint, or of one of its checkpoints.
-
-    overrides: changes of the run's config, such as another mesh. model, loss, data, code: the run's own parts, as in `run`. sharded:
-    whether the arrays are laid out as the run's rules say; otherwise they are whole on one device. Raises InputError, also without a
-    checkpoint.
-    """
-    path = Path(path)
-    folder = next((f for f in (path, *path.absolute().parents[:2]) if (f / "config.yaml").is_file()), None)
-    if folder is None:
-        raise InputError([f"{path}: is not a run directory or a checkpoint in one: there is no config.yaml"])
-    own = _own_code(code, {"model.kind": model, "train.loss": loss, "data.source": data})
-    alone = () if sharded else ("rules=null", "mesh={data: 1}", "pipeline=null", "sync=null")
-    try:
-        checked = configs.load(folder / "config.yaml", [*alone, *_listed(overrides)], code=own)
-    except InputError as error:
-        hint = [] if code or own.objects or not (folder / COPY).is_dir() else [f"{folder / COPY}: has a copy of the run's code (code=...)"]
-        raise InputError([*error.problems, *hint]) from None
-    _start_jax(checked)
-    setup = prepare(checked)
-    saved, reports = find_checkpoint(path, read_key(checked.config.checkpoint.key))
-    if saved is None:
-        raise InputError([*reports, f"{path}: has no whole checkpoint"])
-    # An average of the parameters is the model that was evaluated.
-    one, shardings = setup.saved_of_one
-    variables = restored_of_one(saved, one, shardings, "variables") if jax.tree.leaves(one.variables) else {}
-    if setup.shapes.average is None:
-        params = setup.stored_params(restore_params(saved, one.params, shardings.params))
-    else:
-        params = setup.averaged_params(setup.stored_params(restored_of_one(saved, one, shardings, "average")))
-    return Loaded(setup=setup, params=setup.model_params(params), variables=variables, step=saved.manifest.step)
-
-
-def _module(model: Model, params: Any, variables: Any) -> Any:
-    return model.run(lambda module: module, params, variables, False)[0]
-
-
-def _start_jax(checked: Run) -> None:
+def start_jax_here(checked: Run) -> None:
     """Starts JAX as the config says, unless this process has used it already."""
     config = checked.config
     with contextlib.suppress(RuntimeError):
@@ -199,9 +133,9 @@ def _start_jax(checked: Run) -> None:
         raise InputError([f"{checked.where('devices.virtual_cpu')}: {why}"])
 
 
-def _own_code(paths: str | Path | Sequence[str | Path], objects: Mapping[str, Any]) -> Code:
+def own_code(paths: str | Path | Sequence[str | Path], objects: Mapping[str, Any]) -> Code:
     """The user's own code: files, and objects by the key that they stand for."""
-    read = read_code(_listed(paths))
+    read = read_code(listed(paths))
     return replace(read, objects={key: _callable(key, part) for key, part in objects.items() if part is not None})
 
 
@@ -216,5 +150,5 @@ def _callable(key: str, part: Any) -> Callable[..., Any]:
     return part
 
 
-def _listed(values: str | Path | Sequence[Any]) -> Sequence[Any]:
+def listed(values: str | Path | Sequence[Any]) -> Sequence[Any]:
     return [values] if isinstance(values, str | Path) else values

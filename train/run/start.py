@@ -110,8 +110,7 @@ class Start:
             self.say(f"{folder} has no *.safetensors: the model starts from random values")
             return state
         with self.phase("restore", step=0):
-            one, shardings = self.setup.saved_of_one
-            params = self.setup.stored_params(open_files(published(folder), config, one.params).load(one.params, shardings.params))
+            params = published_params(self.setup, config, folder)
         self.say(f"Starts with the parameters of {folder}")
         return self.setup.with_model(state, params, {})
 
@@ -159,6 +158,12 @@ class Start:
                 # Where the models differ, a list of all arrays that differ adds nothing.
                 check_model(setup.run, saved.manifest.fingerprints, saved.folder)
                 raise
+
+
+def published_params(setup: Setup, config: ModelConfig, folder: Path) -> Any:
+    """The parameters of a published model, as the state has them. Raises InputError if they do not fit."""
+    one, shardings = setup.saved_of_one
+    return setup.stored_params(open_files(published(folder), config, one.params).load(one.params, shardings.params))
 
 
 def restore_state(setup: Setup, saved: SavedStep) -> State:

@@ -45,18 +45,20 @@ def prepare(
     devices: Sequence[Any] | None = None,
     element: Element | None = None,
     remat: Remat | None = None,
+    partial_rules: bool = False,
 ) -> Setup:
     """Traces the run's loss and places everything. With `num_devices` no device is touched: the mesh is abstract.
 
     like: a description of one of these devices. devices: the mesh's, otherwise all that JAX finds. element: the arrays of one row of data
-    of the user's own; without it the data is opened. remat: replaces `train.remat`.
+    of the user's own; without it the data is opened. remat: replaces `train.remat`. partial_rules: whether
+    rules may match nothing, because they are those of a larger program.
 
     Raises InputError with every misfit of rules, mesh and shapes.
     """
     config, code, where = run.config, run.code, run.where
     layout = mesh_layout(run, num_devices=num_devices, like=like, devices=devices)
     element = element or element_of(config.data, config.model, code, where)
-    program = program_of(config, layout, code, where, element=element, remat=remat or config.train.remat)
+    program = program_of(config, layout, code, where, element=element, remat=remat or config.train.remat, partial_rules=partial_rules)
     sizes = layout.mesh.shape
     problems = (*batch_problems(run, sizes), *replica_problems(run, sizes))
     storage = jgt.storage_of(program.loss, *program.shapes, keeps_shapes=not may_reshape(config.optimizer), problems=problems)

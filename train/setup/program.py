@@ -69,8 +69,10 @@ class ModelProgram:
     shapes: tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]
 
 
-def program_of(config: Config, layout: MeshLayout, code: Code, where: Where, *, element: Element, remat: Remat) -> ModelProgram:
-    """The model and the loss of a config. Raises InputError."""
+def program_of(
+    config: Config, layout: MeshLayout, code: Code, where: Where, *, element: Element, remat: Remat, partial_rules: bool
+) -> ModelProgram:
+    """The model and the loss of a config. partial_rules: whether rules may match nothing. Raises InputError."""
     train, own = config.train, config.train.loss
     # The loss runs on one part of the batch at a time, so the layout of its inputs is checked at the shape of a part. A pipeline gets the
     # whole batch, and runs the parts itself.
@@ -93,7 +95,7 @@ def program_of(config: Config, layout: MeshLayout, code: Code, where: Where, *, 
     _check_segments(config, model, where)
     chunks = train.loss_chunks or _fewest_chunks(train, config.model, layout)
     recompute = partial(with_remat_of, remat=remat, attention=kernel, where=where("train.remat"))
-    loss, evaluated = _losses(config, layout, pipeline, model, own_loss, chunks, recompute, where)
+    loss, evaluated = _losses(config, layout, pipeline, model, own_loss, chunks, recompute, where, partial_rules)
     # Under jit, what is traced here is not traced again where the state is made.
     init = jax.jit(model.init)
     # Even the key is only a shape: nothing is computed where the devices may be absent.
@@ -215,6 +217,7 @@ def _losses(
     chunks: int,
     recompute: Callable[[Loss], Loss],
     where: Where,
+    partial_rules: bool,
 ) -> tuple[ShardedLoss, ShardedLoss]:
     """The loss under the rules, in training and in an evaluation, which share one trace where that makes no difference.
 
@@ -245,6 +248,7 @@ def _losses(
             layout.rules,
             layout.mesh,
             pipeline=pipeline if is_training else whole,
+            partial=partial_rules,
             state="variables",
             pad=pads,
             wide_gradients=widens,

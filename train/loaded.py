@@ -1,0 +1,201 @@
+"""Models from Python and for commands that use one: `jgt.load` gives the model of a run or of a folder of Hugging Face.
+
+    loaded = jgt.load("hf:Qwen3-8B", mesh={"fsdp": 8}, rules="jgt:fsdp")
+    logits = loaded.logits([loaded.tokenizer.encode("Hello")])
+
+Neither the training data nor an optimizer is needed. What differs between the two kinds of folders is where keys and arrays come from;
+both are a config, whose `Setup` places the arrays.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jgt
+from jgt import Rules
+from jgt.document import InputError, read
+
+from . import config as configs
+from .checkpoint.restore import restore_params
+from .checkpoint.saved import find_checkpoint
+from .checkpoint.signature import read_key
+from .code.files import COPY, Code
+from .code.names import is_name
+from .config import Run
+from .data.config import BYTES, DataConfig, OwnData
+from .data.tokenizer import Tokenizer, open_tokenizer
+from .models.config import ModelConfig, OwnModel
+from .run.api import listed, own_code, start_jax_here
+from .run.folder import CONFIG
+from .run.replicas import restored_of_one
+from .run.start import published_params
+from .setup import Setup, prepare
+
+_PUBLISHED = "hf:"
+_ALONE = ("rules=null", "mesh={data: 1}", "pipeline=null", "sync=null")
+"""The overrides of a model on one device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A model with its arrays, params and variables as `train.models.model` explains them, in the layout of `setup`.
+
+    step: the updates of its run; 0 for a published model. tokenizer_name: as `data.tokenizer`; None if the model has none.
+    """
+
+    setup: Setup
+    params: Any
+    variables: Any
+    step: int
+    tokenizer_name: str | None
+
+    @property
+    def config(self) -> ModelConfig | OwnModel:
+        """The `model:` section."""
+        return self.setup.run.config.model
+
+    @property
+    def model(self) -> Any:
+        """The module with these arrays: an nnx.Module, or a bound module of linen."""
+        return self.setup.program.model.module(self.params, self.variables)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the model's texts; None if there is none. Raises InputError if its file cannot be read."""
+        return None if self.tokenizer_name is None else open_tokenizer(self.tokenizer_name)
+
+    def logits(self, tokens: Any) -> jax.Array:
+        """The logits [rows, n, vocab] of tokens [rows, n], each row a text from its beginning. Raises ValueError for other shapes."""
+        ids, seq = np.asarray(tokens, np.int32), self.config.seq
+        if ids.ndim != 2 or not 0 < ids.shape[1] <= seq:
+            raise ValueError(f"the tokens have the shape {list(ids.shape)}. Pass rows of equal length, of at most model.seq {seq} tokens")
+        rows = len(ids)
+        # The rules may split rows over devices. A decoder's rows do not meet.
+        shards = math.prod(self.setup.mesh.shape.get(axis, 1) for axis in self.setup.run.batch_dims[0])
+        return self.apply(self.params, self.variables, np.pad(ids, ((0, -rows % shards), (0, 0))))[:rows]
+
+    @functools.cached_property
+    def apply(self) -> Callable[[Any, Any, Any], jax.Array]:
+        """The function (params, variables, tokens) → logits under the rules, compiled. It takes as many rows as the rules can split."""
+        storage, pads = self.setup.storage, bool(self.setup.storage.padded)
+        apply = self.setup.program.model.apply
+        return jax.jit(jgt.shard(apply, storage.model.rules, self.setup.mesh, state="variables", partial=True, pad=pads))
+
+
+def load_model(
+    path: str | Path,
+    overrides: str | Sequence[str] = (),
+    *,
+    model: Any = None,
+    loss: Callable[..., Any] | None = None,
+    data: Any = None,
+    code: str | Path | Sequence[str | Path] = (),
+    sharded: bool = False,
+    mesh: Any = None,
+    rules: Rules | str | Path | Mapping[str, Any] | None = None,
+) -> Loaded:
+    """The model of a run directory's newest checkpoint, of one of its checkpoints, or of a folder of Hugging Face, with or without `hf:`.
+
+    overrides: changes of the run's config. model, loss, data, code: the run's own parts, as in `run_here`. mesh, rules: the layout of the
+    arrays: sizes by axis, and rules, which are the run's if only a mesh is given. sharded: whether mesh and rules are the run's. Without
+    any of them, the arrays are whole on one device. Raises InputError, also without a checkpoint.
+    """
+    if mesh is not None and not isinstance(mesh, Mapping):
+        raise TypeError(f"mesh must be the sizes of its axes, such as {{'fsdp': 8}}, not a {type(mesh).__name__}")
+    own = own_code(code, {"model.kind": model, "train.loss": loss, "data.source": data})
+    changes = [] if sharded or mesh is not None or rules is not None else [*_ALONE]
+    if mesh is not None:
+        changes += ["pipeline=null", "sync=null", f"mesh={json.dumps(dict(mesh))}"]
+    if rules is not None:
+        changes += ["rules={default: replicate}"]
+    folder, is_published = _folder(str(path))
+    if is_published:
+        config: Any = {"model": {"hf": str(folder)}}
+    else:
+        config, own_optimizer = folder / CONFIG, is_name(read(folder / CONFIG).find("optimizer.name").value)
+        changes += ["optimizer={name: adamw}"] if own_optimizer else []
+    try:
+        run = configs.load(config, [*changes, *listed(overrides)], code=own, reads_data=False)
+    except InputError as error:
+        raise InputError([*error.problems, *_code_hint(folder, own)]) from None
+    if rules is not None:
+        run = _with_rules(run, rules)
+    start_jax_here(run)
+    setup = prepare(run if sharded else _with_small_batch(run), partial_rules=True)
+    return _published(setup, folder) if is_published else _trained(setup, Path(path))
+
+
+def _folder(name: str) -> tuple[Path, bool]:
+    """The run directory around a path, or the folder of a published model, and whether it is one. Raises InputError."""
+    path = Path(name.removeprefix(_PUBLISHED))
+    around = next((f for f in (path, *path.absolute().parents[:2]) if (f / CONFIG).is_file()), None)
+    if name.startswith(_PUBLISHED) or (around is None and (path / "config.json").is_file()):
+        return path, True
+    if around is None:
+        why = (
+            "is not a run directory or a checkpoint in one, which has a config.yaml, and no folder of Hugging Face, which has a config.json"
+        )
+        raise InputError([f"{path}: {why}"])
+    return around, False
+
+
+def _code_hint(folder: Path, own: Code) -> list[str]:
+    is_needed = own == Code() and (folder / COPY).is_dir()
+    return [f"{folder / COPY}: has a copy of the run's code (code=...)"] if is_needed else []
+
+
+def _with_rules(run: Run, rules: Rules | str | Path | Mapping[str, Any]) -> Run:
+    if not isinstance(rules, Rules):
+        rules = jgt.make_rules(read(rules, Rules.FOLDER) if isinstance(rules, str | Path) else rules)
+    if problems := list(rules.axis_problems(run.mesh)):
+        raise InputError(problems)
+    return replace(run, rules=rules)
+
+
+def _with_small_batch(run: Run) -> Run:
+    """The run with a batch that any mesh of the devices divides. A loss of the user's own may need the run's."""
+    train = run.config.train
+    if train.loss is not None:
+        return run
+    return replace(run, config=replace(run.config, train=replace(train, batch=len(jax.devices()), accumulate=1)))
+
+
+def _published(setup: Setup, folder: Path) -> Loaded:
+    config = setup.run.config
+    assert isinstance(config.model, ModelConfig) and isinstance(config.data, DataConfig)
+    params = setup.model_params(published_params(setup, config.model, folder))
+    # Statistics of the training of experts, which a published model lacks, begin as in a new run.
+    variables = jax.jit(lambda seed: setup.make_state(seed).variables, out_shardings=setup.shardings.variables)(np.uint32(0))
+    # Without a tokenizer.json the config has its default.
+    name = config.data.tokenizer
+    return Loaded(setup=setup, params=params, variables=variables, step=0, tokenizer_name=None if name == BYTES else name)
+
+
+def _trained(setup: Setup, path: Path) -> Loaded:
+    data = setup.run.config.data
+    saved, reports = find_checkpoint(path, read_key(setup.run.config.checkpoint.key))
+    if saved is None:
+        raise InputError([*reports, f"{path}: has no whole checkpoint"])
+    one, shardings = setup.saved_of_one
+    variables = restored_of_one(saved, one, shardings, "variables") if jax.tree.leaves(one.variables) else {}
+    # An average of the parameters is the model that was evaluated.
+    if setup.shapes.average is None:
+        params = setup.stored_params(restore_params(saved, one.params, shardings.params))
+    else:
+        params = setup.averaged_params(setup.stored_params(restored_of_one(saved, one, shardings, "average")))
+    return Loaded(
+        setup=setup,
+        params=setup.model_params(params),
+        variables=variables,
+        step=saved.manifest.step,
+        tokenizer_name=None if isinstance(data, OwnData) else data.tokenizer_name,
+    )
