@@ -210,4 +210,5 @@ def _try(call: ExpertCall, equation: Equation) -> bool:
 def _noise(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     # Weights may be large, and random numbers for all of them would take seconds. A prime length makes rows differ.
     numbers = np.random.default_rng(math.prod(shape)).standard_normal(4099, np.float32) / math.sqrt(shape[-1])
-    return jnp.asarray(np.resize(numbers, shape), dtype)
+    # Rounded before it is repeated: a copy costs less than a conversion.
+    return jnp.asarray(np.resize(numbers.astype(dtype), shape))
