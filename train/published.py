@@ -51,17 +51,17 @@ def export_parser() -> CommandParser:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    described = published(Path(arguments.path))
-    problems: list[str] = []
-    config: ModelConfig | None = bind(Node.of(dict(described.keys), f"{arguments.path}", "model"), ModelConfig, problems)
-    if config is None:
+    described = published(path := Path(arguments.path))
+    file, problems = path / "config.json" if path.is_dir() else path, list[str]()
+    config: ModelConfig | None = bind(Node.of(dict(described.keys), f"{file}:1", "model"), ModelConfig, problems)
+    if config is None or problems:
         raise InputError(problems)
     shapes = jax.eval_shape(build(config).init, jax.random.key(0))[0]
+    files = open_files(described, config, shapes) if path.is_dir() else None
     print(f"{described.config['model_type']}: {sum(x.size for x in jax.tree.leaves(shapes)):,} parameters")
     print("\n".join(f"  {name}: {value}" for name, value in described.keys.items()))
-    if not described.path.is_dir():
+    if files is None:
         return
-    files = open_files(described, config, shapes)
     if arguments.tensors:
         print("\n".join(f"  {path}: {source.name}" for path, source in sorted(files.sources.items())))
     print(f"All {len(files.folder.tensors):,} tensors are known, and none is missing")

@@ -209,6 +209,8 @@ def _on_event(event, arguments):
         path, mode, flags = arguments
         if (set(mode or "") & set("wax+")) or (mode is None and flags & _WRITING):
             _watches[-1].changed(event, path)
+        elif not isinstance(path, int):
+            _watches[-1].opened.add(os.fsdecode(path))
     elif event in _CHANGES:
         _watches[-1].changed(event, arguments[1] if event in ("os.symlink", "os.link") else arguments[0])
         if event == "os.rename":
@@ -221,7 +223,7 @@ sys.addaudithook(_on_event)
 
 class _Watch:
     def __init__(self, folder):
-        self.folder, self.seen = os.path.realpath(folder), []
+        self.folder, self.seen, self.opened = os.path.realpath(folder), [], set()
 
     def changed(self, event, path):
         if isinstance(path, int) or Path(os.fsdecode(path)).suffix == ".pyc" or "__pycache__" in str(path):
@@ -236,7 +238,10 @@ def _too_late(*_):
 
 @contextlib.contextmanager
 def watched(folder):
-    """Fails if the block starts a program, changes a file outside `folder`, takes SECONDS, or raises the peak memory by 1 GB."""
+    """Fails if the block starts a program, changes a file outside `folder`, takes SECONDS, or raises the peak memory by 1 GB.
+
+    Gives an object whose `opened` are the paths that the block has opened to read.
+    """
     watch = _Watch(folder)
     before, started = _peak_kb(), time.perf_counter()
     # A call that hangs in the kernel ends too.
@@ -244,7 +249,7 @@ def watched(folder):
     signal.setitimer(signal.ITIMER_REAL, SECONDS)
     _watches.append(watch)
     try:
-        yield
+        yield watch
     finally:
         _watches.pop()
         signal.setitimer(signal.ITIMER_REAL, 0)

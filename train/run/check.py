@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,9 +18,13 @@ from jgt import amount
 from jgt.document import InputError
 
 from ..config import Run
+from ..models.config import ModelConfig
 from ..records.console import Screen
 from ..records.summary import describe_data
 from ..setup import Setup, prepare
+from ..weights.described import published
+from ..weights.load import open_files
+from ..weights.safetensors import has_weights
 from .train import open_run
 from .verify import is_verified
 
@@ -55,7 +60,9 @@ def _bytes_per_device(shapes: Any, shardings: Any) -> int:
 
 
 def check_placement(run: Run) -> Setup:
-    """Places the run's parameters on a mesh that is only described. Raises InputError with every problem.
+    """Places the run's parameters on a mesh that is only described, and compares them with the files of `model.hf`.
+
+    Raises InputError with every problem.
 
     The number of devices is `devices.virtual_cpu`, or else the product of the mesh's sizes; without a mesh it is 1.
     """
@@ -67,7 +74,10 @@ def check_placement(run: Run) -> Setup:
         if -1 in run.mesh.values():
             raise InputError([f"{run.where('mesh')}: mesh: one size is -1. Add --devices N to say for how many devices to check"])
         count = math.prod(run.mesh.values())
-    return prepare(run, num_devices=count)
+    setup, model = prepare(run, num_devices=count), run.config.model
+    if isinstance(model, ModelConfig) and model.hf is not None and Path(model.hf).is_dir() and has_weights(Path(model.hf)):
+        open_files(published(Path(model.hf)), model, setup.saved_of_one[0].params)
+    return setup
 
 
 def to_json(setup: Setup) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from ..setup import Setup
 from ..step.state import OPTIONAL, State
 from ..weights.described import published
 from ..weights.load import open_files
+from ..weights.safetensors import has_weights
 from .identity import Resume, check_model, check_origin
 from .replicas import check_phase, lifted_shapes, restored_of_one, saved_replicas, with_replicas
 
@@ -106,8 +107,8 @@ class Start:
 
     def _published(self, state: State, config: ModelConfig, folder: Path) -> State:
         """The state with the parameters of a published model, if its folder has files."""
-        if not any(folder.glob("*.safetensors*")):
-            self.say(f"{folder} has no *.safetensors: the model starts from random values")
+        if not has_weights(folder):
+            self.say(f"{folder} has no weights: the model starts from random values")
             return state
         with self.phase("restore", step=0):
             params = published_params(self.setup, config, folder)

@@ -6,18 +6,21 @@ ignores one would compute something else, without a word.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jgt.document import InputError, Node, nearest, shown
+from jgt.document import InputError, Node, nearest, path_problem, shown
 
 from ..models.config import ModelConfig
 from .families import FAMILIES, Family, words
+from .foreign import inside, read_json
 
 MOST_BYTES = 1 << 20
+MOST_LAYERS = 10_000
+_MOST = 1e18
 MOST_TOKENS = 4096
 """The length of sequences where the run's file gives none."""
 # Keys without effect on the function of a model with given weights: on its training, its generation, its storage, and its description.
@@ -35,46 +38,81 @@ _WITHOUT_EFFECT = words(
 )
 
 
+_KINDS = {
+    bool: "true or false",
+    int: "a number above 0",
+    float: "a number above 0",
+    str: "a text",
+    list: "a list of at most 10,000",
+    dict: "a mapping",
+}
+
+
 @dataclass
 class Keys:
-    """The keys of a config.json, of which it remembers those that were read."""
+    """The keys of a config.json, of which it remembers those that were read. prefix: of messages, for the keys of a nested mapping."""
 
     values: Mapping[str, Any]
     read: set[str] = field(default_factory=set[str])
     problems: list[str] = field(default_factory=list[str])
+    prefix: str = ""
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a key; null and an absent key are the default."""
+        """The value of a key; null and an absent key are the default. It has the kind of the default: a number if that is None.
+
+        A number is above 0, unless its default is 0.
+        """
         self.read.add(name)
         value = self.values.get(name)
-        return default if value is None else value
-
-    def need(self, name: str) -> Any:
-        """The value of a key that a family requires."""
-        value = self.get(name)
+        wanted = "a number above 0" if default is None else _KINDS[type(default)]
         if value is None:
-            self.problems.append(f"the key {name!r} is missing")
-        return value
+            return default
+        is_fit = _KINDS.get(type(value)) == wanted
+        if isinstance(value, list):
+            is_fit = is_fit and len(value) <= MOST_LAYERS
+        elif is_fit and isinstance(value, int | float):
+            is_fit = 0 < value < _MOST or value == default == 0 or isinstance(value, bool)
+        if is_fit:
+            return value
+        self.problems.append(f"{self.prefix}{name} must be {wanted}, not {shown(value)}")
+        return default
+
+    def need(self, name: str, stand_in: Any = 1) -> Any:
+        """The value of a key that a family requires; what stands in for it decides its kind."""
+        if self.values.get(name) is None:
+            self.problems.append(f"{self.prefix}the key {name!r} is missing")
+        return self.get(name, stand_in)
 
     def require(self, name: str, *allowed: Any, default: Any = None) -> None:
         """Notes a problem if a key has another value than these, the only ones that jgt's models have."""
         value = self.get(name, allowed[0] if default is None else default)
         if value not in allowed:
-            self.problems.append(f"{name}: {shown(value)} is not supported. Supported: {', '.join(map(shown, allowed))}")
+            self.problems.append(f"{self.prefix}{name}: {shown(value)} is not supported. Supported: {', '.join(map(shown, allowed))}")
+
+    def ignore(self, *names: str) -> None:
+        """Takes keys as read whose values say nothing that other keys do not say."""
+        self.read |= set(names)
 
     def group(self, name: str) -> Keys:
         """The keys of a nested mapping, whose problems are this one's."""
-        value = self.get(name, {})
-        if not isinstance(value, Mapping):
-            self.problems.append(f"{name} must be a mapping, not {shown(value)}")
-            value = {}
-        return Keys(value, problems=self.problems)
+        return Keys(self.get(name, {}), problems=self.problems, prefix=f"{self.prefix}{name}: ")
 
-    def refuse_others(self, inside: str = "") -> None:
+    def by_layer(self, name: str, value_of: Callable[[int], Any]) -> list[Any]:
+        """A list with a value for each layer, which is by default that of its number."""
+        count = self.need("num_hidden_layers")
+        if type(count) is not int or not 0 < count <= MOST_LAYERS:
+            self.problems.append(f"num_hidden_layers: {shown(count)} is not a number of layers from 1 to {MOST_LAYERS:,}")
+            return []
+        values = self.get(name, [value_of(n) for n in range(count)])
+        if len(values) != count:
+            self.problems.append(f"{name}: has {len(values):,} entries, but there are {count:,} layers")
+        return values
+
+    def refuse_others(self) -> None:
         """Notes a problem for each key that nobody has read and that may change the model."""
         for name, value in self.values.items():
             if name not in self.read and name not in _WITHOUT_EFFECT and value is not None:
-                self.problems.append(f"{inside}{name}: {shown(value)}: jgt does not know this key, so the model could be another one")
+                self.problems.append(f"{self.prefix}{name}: {shown(value)}: jgt does not know this key, so the model could be another one")
 
 
 @dataclass(frozen=True)
@@ -89,8 +127,11 @@ class Described:
 
 def published(path: Path) -> Described:
     """The model of a folder with config.json, or of a config.json. Raises InputError with every problem."""
-    file = path if path.suffix == ".json" else path / "config.json"
-    return replace(described_by(_read(file), file), path=path)
+    if path.suffix != ".json" and (problem := path_problem(path, "folder")):
+        raise InputError([f"{path}: cannot be read: {problem}. Name a folder with config.json, or the file itself"])
+    file = path if path.suffix == ".json" else inside(path, "config.json")
+    place = path if path.suffix == ".json" else path / "config.json"
+    return replace(described_by(read_json(file, MOST_BYTES), place), path=path)
 
 
 def described_by(config: Mapping[str, Any], file: Path) -> Described:
@@ -100,13 +141,7 @@ def described_by(config: Mapping[str, Any], file: Path) -> Described:
     if family is None:
         raise InputError([f"{file}: model_type: {shown(kind)} is not known. {nearest(str(kind), FAMILIES)}"])
     keys = Keys(config, read={"model_type"})
-    try:
-        options = family.options(keys)
-    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError):
-        # A value of a wrong type. A problem that was noted before says more.
-        raise InputError(
-            [f"{file}: {problem}" for problem in keys.problems] or [f"{file}: a value has the wrong type for {kind}"]
-        ) from None
+    options = family.options(keys)
     keys.refuse_others()
     if keys.problems:
         raise InputError([f"{file}: {problem}" for problem in keys.problems])
@@ -136,24 +171,8 @@ def with_published(root: Node) -> Node:
     theirs = Node.of(dict(described.keys), f"{file}:1", "model")
     root = replace(root, value={**root.children, "model": replace(model, value={**theirs.children, **model.children})})
     data, tokenizer = root.find("data"), described.path / "tokenizer.json"
-    if data.key == "data" and "tokenizer" not in data.children and tokenizer.is_file():
+    if data.key == "data" and "tokenizer" not in data.children and os.path.lexists(tokenizer):
+        inside(described.path, tokenizer.name)
         own = {"tokenizer": Node(str(tokenizer), f"{file}:1", "data.tokenizer")}
         root = replace(root, value={**root.children, "data": replace(data, value={**data.children, **own})})
     return root
-
-
-def _read(file: Path) -> Mapping[str, Any]:
-    try:
-        with file.open("rb") as opened:
-            text = opened.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise InputError([f"{file}: {error.strerror or error}. Name a folder with config.json, or the file itself"]) from None
-    if len(text) > MOST_BYTES:
-        raise InputError([f"{file}: is larger than {MOST_BYTES} bytes, which no config.json is"])
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError([f"{file}: is not JSON: {error}"]) from None
-    if not isinstance(config, dict):
-        raise InputError([f"{file}: must be a mapping of keys to values"])
-    return config

@@ -18,6 +18,7 @@ from jgt.document import InputError
 
 from ..models.config import ModelConfig
 from .described import Described
+from .foreign import first
 from .names import Shape, Source, folder_names, misfits, sources_of, tensors_of
 from .safetensors import Folder, open_folder
 
@@ -46,16 +47,17 @@ def open_files(described: Described, config: ModelConfig, shapes: Any) -> Files:
 
     Raises InputError with every tensor that is missing, has another shape or is no part of the model. No tensor is read.
     """
-    folder = open_folder(described.path)
     flat = {path_text(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(shapes)}
     sources = sources_of(described.family, flat, (config.heads, config.num_kv_heads))
     wanted = tensors_of(sources, flat)
+    # Some folders have a few tensors more, which are skipped.
+    folder = open_folder(described.path, 2 * len(wanted) + 1_000)
     names = folder_names(wanted, folder.tensors)
     # Some files of tied models have a head, which is the embedding once more.
     tied = ("lm_head.weight",) if config.tied else ()
-    problems = list(misfits(wanted, names, folder.tensors, (*described.family.skipped, *tied)))
-    if problems:
-        raise InputError([f"{described.path}: {problem}" for problem in problems])
+    wrong = misfits(wanted, names, folder.tensors, (*described.family.skipped, *tied))
+    if problems := first(f"{described.path}: {problem}" for problem in wrong):
+        raise InputError(problems)
     return Files(folder, sources, names)
 
 

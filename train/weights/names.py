@@ -16,7 +16,7 @@ import numpy as np
 from jgt.document import InputError
 
 from .families import LLAMA_NAMES, Family
-from .safetensors import Tensor
+from .safetensors import PARAMETERS, Tensor
 
 Shape = tuple[int, ...]
 
@@ -109,6 +109,8 @@ def misfits(wanted: Mapping[str, Shape], names: Mapping[str, str], found: Mappin
             yield f"the tensor {name} {list(shape)} is missing"
         elif found[name].shape != shape:
             yield f"the tensor {name} has the shape {list(found[name].shape)}, but the model needs {list(shape)}"
+        elif found[name].dtype not in PARAMETERS.values():
+            yield f"the tensor {name} has the type {found[name].dtype}, which is not one of {', '.join(PARAMETERS)}"
     for name in found.keys() - names.values():
         if not name.endswith(tuple(skipped)):
             yield f"the tensor {name} {list(found[name].shape)} is no part of the model that config.json describes"

@@ -5,8 +5,10 @@ A key whose value is None keeps its default.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from jgt.document import shown
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -48,7 +50,8 @@ def _rope(k: Any, theta: float) -> dict[str, Any]:
         own, local = full.get("rope_theta", theta), window.get("rope_theta", theta)
         made = {"rope_theta": own, "rope_share": full.get("partial_rotary_factor"), **_scaling(k, full)}
         window.require("rope_type", "default")
-        window.refuse_others("rope_parameters: sliding_attention: ")
+        window.refuse_others()
+        either.refuse_others()
         return {**made, "window_theta": local if local != own or made["rope_scaling"] else None}
     old = k.group("rope_scaling")
     if either.values and old.values:
@@ -77,29 +80,28 @@ def _scaling(k: Any, source: Any) -> dict[str, Any]:
             "original": original,
         }
     elif made["kind"] == "longrope":
-        factor = source.get("factor", (k.get("max_position_embeddings") or 0) / (original or 1))
-        made |= {"factor": factor, "original": original, "short": source.need("short_factor"), "long": source.need("long_factor")}
+        factor = source.get("factor", (k.get("max_position_embeddings") or 1) / (original or 1))
+        made |= {"factor": factor, "original": original, "short": source.need("short_factor", []), "long": source.need("long_factor", [])}
         made["magnitude"] = source.get("attention_factor")
     else:
         k.problems.append(f"rope_scaling: {kind!r} is not supported. Supported: default, linear, llama3, longrope")
-    source.refuse_others("rope_scaling: ")
+    source.refuse_others()
     return {"rope_scaling": {name: value for name, value in made.items() if value is not None} or None}
 
 
 def _windows(k: Any, size: int | None, is_full: Callable[[int], bool]) -> dict[str, Any]:
     """Layers with a window: as `layer_types` says, otherwise those that are not full by the family's rule."""
-    count = k.get("num_hidden_layers", 0)
-    types: Sequence[str] = k.get("layer_types", ["full_attention" if is_full(n) else "sliding_attention" for n in range(count)])
-    unknown = sorted(set(types) - {"full_attention", "sliding_attention"})
+    types = k.by_layer("layer_types", lambda n: "full_attention" if is_full(n) else "sliding_attention")
+    unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
     if unknown:
-        k.problems.append(f"layer_types: {', '.join(unknown)} is not supported. Supported: full_attention, sliding_attention")
+        k.problems.append(f"layer_types: {shown(unknown[0])} is not supported. Supported: full_attention, sliding_attention")
     full = [n for n, kind in enumerate(types) if kind == "full_attention"]
-    return {} if size is None or len(full) == count else {"window": size, "full_layers": full}
+    return {} if size is None or len(full) == len(types) else {"window": size, "full_layers": full}
 
 
 def llama(k: Any) -> dict[str, Any]:
     """The options of llama."""
-    biases = (["qkv", "out"] if k.get("attention_bias") else []) + (["mlp"] if k.get("mlp_bias") else [])
+    biases = (["qkv", "out"] if k.get("attention_bias", False) else []) + (["mlp"] if k.get("mlp_bias", False) else [])
     return {**_shared(k), "biases": biases}
 
 
@@ -128,7 +130,7 @@ def qwen2(k: Any) -> dict[str, Any]:
 
 def qwen3(k: Any) -> dict[str, Any]:
     """The options of qwen3."""
-    biases = ["qkv", "out"] if k.get("attention_bias") else []
+    biases = ["qkv", "out"] if k.get("attention_bias", False) else []
     return {**_shared(k), **_qwen_windows(k), "biases": biases, "qk_norm": "head"}
 
 
@@ -137,7 +139,7 @@ def qwen3_moe(k: Any) -> dict[str, Any]:
     k.require("norm_topk_prob", True, default=False)
     k.require("decoder_sparse_step", 1)
     k.require("mlp_only_layers", [])
-    count = k.get("num_experts", k.get("num_local_experts"))
+    count = k.need("num_local_experts" if "num_local_experts" in k.values else "num_experts")
     experts = {"count": count, "choose": k.need("num_experts_per_tok"), "ffn": k.need("moe_intermediate_size"), "balance": "batch"}
     return {**qwen3(k), "experts": experts}
 
@@ -145,7 +147,7 @@ def qwen3_moe(k: Any) -> dict[str, Any]:
 def gemma(k: Any) -> dict[str, Any]:
     """The options of gemma."""
     # Old files say gelu and mean its approximation, as `hidden_activation` of later ones says.
-    k.get("hidden_activation")
+    k.ignore("hidden_activation")
     made = {**_shared(k, tied=True, activation="gelu_pytorch_tanh"), "activation": "gelu_tanh", "norm": "rms_plus_one"}
     k.require("attention_bias", False)
     return {**made, "head_dim": k.get("head_dim", 256), "embed_scale": float(k.need("hidden_size")) ** 0.5}
@@ -192,17 +194,16 @@ def olmo3(k: Any) -> dict[str, Any]:
 def smollm3(k: Any) -> dict[str, Any]:
     """The options of smollm3."""
     k.require("use_sliding_window", False)
-    for name in ("sliding_window", "max_window_layers", "layer_types"):
-        k.get(name)
-    interval, count = k.get("no_rope_layer_interval", 4), k.get("num_hidden_layers", 0)
+    k.ignore("sliding_window", "max_window_layers", "layer_types")
+    interval = k.get("no_rope_layer_interval", 4)
     # 1 for a layer with positions, 0 for one without.
-    rotates = k.get("no_rope_layers", [int((n + 1) % interval != 0) for n in range(count)])
+    rotates = k.by_layer("no_rope_layers", lambda n: int((n + 1) % interval != 0))
     return {**llama(k), "unrotated_layers": [n for n, one in enumerate(rotates) if not one]}
 
 
 def glm4(k: Any) -> dict[str, Any]:
     """The options of glm4."""
-    made = {"biases": ["qkv"] if k.get("attention_bias") else [], "rope_pairs": "neighbours", "norm_place": "both"}
+    made = {"biases": ["qkv"] if k.get("attention_bias", False) else [], "rope_pairs": "neighbours", "norm_place": "both"}
     shared = _shared(k)
     return {**shared, **made, "head_dim": k.get("head_dim", 128), "rope_share": shared["rope_share"] or 0.5}
 
@@ -243,8 +244,8 @@ def stablelm(k: Any) -> dict[str, Any]:
         **shared,
         "norm": "layer",
         "norm_eps": k.get("layer_norm_eps", 1e-5),
-        "biases": ["qkv"] if k.get("use_qkv_bias") else [],
-        "parallel": "one_norm" if k.get("use_parallel_residual") else None,
+        "biases": ["qkv"] if k.get("use_qkv_bias", False) else [],
+        "parallel": "one_norm" if k.get("use_parallel_residual", False) else None,
         "rope_share": shared["rope_share"] or 0.25,
     }
 

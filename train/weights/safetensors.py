@@ -11,13 +11,10 @@ that is cut short kills it. Needs no JAX.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,23 +22,26 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from jgt.document import InputError, path_problem, read_bytes, shown
+from jgt.document import InputError, read_bytes, shown
 
 from ..checkpoint.disk import DiskError, describe, open_file, patiently
+from .foreign import first, inside, parse_json, problems_at
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 METADATA = "__metadata__"
 """The key of a header that is not a tensor."""
 _INTEGERS = {"BOOL": "bool"} | {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("uint", "int") for bits in (8, 16, 32, 64)}
-_FLOATS = {"F16": "float16", "BF16": ml_dtypes.bfloat16, "F32": "float32", "F64": "float64", "C64": "complex64"}
+_FLOATS = {"F16": "float16", "BF16": ml_dtypes.bfloat16, "F32": "float32", "F64": "float64"}
 _EIGHTS = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu"} | {
     f"F8_{kind.upper()}": f"float8_{kind}" for kind in ("e5m2", "e4m3fnuz", "e5m2fnuz")
 }
-DTYPES: Mapping[str, np.dtype] = {name: np.dtype(dtype) for name, dtype in (_INTEGERS | _FLOATS | _EIGHTS).items()}
+DTYPES: Mapping[str, np.dtype] = {name: np.dtype(dtype) for name, dtype in (_INTEGERS | _FLOATS | {"C64": "complex64"} | _EIGHTS).items()}
 """The element types by their names in a header, without F4 and F6, whose elements share bytes."""
+PARAMETERS = {name: DTYPES[name] for name in _FLOATS}
+"""The types of tensors that are parameters as they are. Others are parts of quantised ones."""
 # A file of the largest published models has less than 1 MB of header, and all their files together have 210,000 tensors.
 _MAX_HEADER, _MAX_INDEX, _MAX_TENSORS = 1 << 24, 1 << 26, 400_000
-_MAX_DIMS, _MAX_NUMBER = 32, 1 << 62
+_MAX_DIMS, _MAX_NUMBER, _MAX_OTHERS = 32, 1 << 62, 1_000
 _FILE = re.compile(r"[A-Za-z0-9_.-]+\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -118,19 +118,25 @@ def _fill(file: int, view: memoryview, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-def open_folder(path: str | Path) -> Folder:
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has files of weights, also such as `open_folder` refuses. Raises InputError if it cannot be listed."""
+    with problems_at(folder):
+        return any(entry.suffix in (".safetensors", *_PICKLES) or entry.name == INDEX for entry in folder.iterdir())
+
+
+def open_folder(path: str | Path, most: int = _MAX_TENSORS) -> Folder:
     """The folder with `model.safetensors`, or with an index and its files; the first if there are both, as in transformers.
 
-    Raises InputError with everything that is wrong, by file and tensor.
+    most: the limit of the number of tensors. Raises InputError with everything that is wrong, by file and tensor.
     """
     folder = Path(path)
-    with _problems_at(folder):
-        files = _promised(folder)
+    with problems_at(folder):
+        files = _promised(folder, most)
     tensors: dict[str, Tensor] = {}
     problems: list[str] = []
     for name, promised in files.items():
         with InputError.collect(problems):
-            found = _read_file(folder, name, _MAX_TENSORS - len(tensors))
+            found = _read_file(folder, name, most - len(tensors))
             twice, lost = sorted(found.keys() & tensors.keys()), sorted(promised - found.keys())
             problems += [f"{folder / name}: {_text(x)}: is also in {tensors[x].file.name}. A tensor has one file" for x in twice]
             problems += [f"{folder / INDEX}: {_text(x)}: is not in {name}, as the index says. Fetch both again" for x in lost]
@@ -140,100 +146,54 @@ def open_folder(path: str | Path) -> Folder:
     return Folder(path=folder, tensors=tensors)
 
 
-def inside(folder: Path, name: str) -> Path:
-    """The file of this name in a folder, with links followed. Raises InputError if it leads out of the folder, or is not a regular file."""
-    top = folder.resolve()
-    # The cache of huggingface_hub has links from `snapshots/REVISION` to `blobs`, both of the same model.
-    allowed = [top, *([top.parent.parent / "blobs"] if top.parent.name == "snapshots" else [])]
-    with _problems_at(folder / name):
-        file = Path(os.path.realpath(top / name, strict=True))
-        if not any(file.is_relative_to(place) for place in allowed):
-            raise ValueError(f"leads to {file}, outside of the folder, and is not read. Copy that file into the folder")
-        if problem := path_problem(file):
-            raise ValueError(f"cannot be read: {problem}")
-    return file
-
-
-def read_json(file: Path, most: int) -> dict[str, object]:
-    """A JSON file of at most `most` bytes with a mapping in which no key is given twice. Raises InputError."""
-    with _problems_at(file):
-        return _parse_json(read_bytes(file, most))
-
-
-@contextlib.contextmanager
-def _problems_at(place: Path) -> Iterator[None]:
-    """Turns what is wrong with a file into an InputError."""
-    try:
-        yield
-    except InputError:
-        raise
-    except (OSError, ValueError) as error:
-        problem = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else error
-        raise InputError([f"{place}: {problem}"]) from None
-
-
-def _parse_json(data: bytes) -> dict[str, object]:
-    try:
-        values = json.loads(data.decode(), object_pairs_hook=_mapping)
-    except (RecursionError, ValueError) as error:
-        raise ValueError(f"is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"is not a mapping, but {shown(values)}")
-    return values
-
-
-def _mapping(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        raise ValueError(f"{shown(Counter(name for name, _ in pairs).most_common(1)[0][0])} is given twice")
-    return values
-
-
-def _promised(folder: Path) -> Mapping[str, set[str]]:
+def _promised(folder: Path, most: int) -> Mapping[str, set[str]]:
     """The files with tensors, each with the tensors that the index promises there."""
     if os.path.lexists(folder / SINGLE):
         return {SINGLE: set()}
     if not os.path.lexists(place := folder / INDEX):
         pickle = next((f", only {shown(entry.name)}, a pickle" for entry in folder.iterdir() if entry.suffix in _PICKLES), "")
         raise InputError([f"{folder}: has neither {SINGLE} nor {INDEX}{pickle}. Convert the weights to safetensors where you trust them"])
-    with _problems_at(place):
+    with problems_at(place):
         data = read_bytes(inside(folder, INDEX), _MAX_INDEX)
-        _check_count(data, b".safetensors", _MAX_TENSORS)
-        files = _parse_json(data).get("weight_map")
+        _check_count(data, 1, most)
+        files = parse_json(data).get("weight_map")
         if not isinstance(files, dict) or not files:
             raise ValueError(f"weight_map: is not a mapping of tensors to their files, but {shown(files)}")
     if wrong := [(name, file) for name, file in files.items() if not (isinstance(file, str) and _FILE.fullmatch(file))]:
         allowed = "Allowed is the name of a .safetensors file in the folder"
-        raise InputError(f"{place}: {_text(name)}: its file is {shown(file)}. {allowed}" for name, file in wrong)
+        raise InputError(first(f"{place}: {_text(name)}: its file is {shown(file)}. {allowed}" for name, file in wrong))
     promised: dict[str, set[str]] = {}
     for name, file in files.items():
         promised.setdefault(file, set()).add(name)
     return promised
 
 
-def _check_count(data: bytes, mark: bytes, most: int) -> None:
-    # Looking for a text takes a thousandth of the time of parsing.
-    if (count := data.count(mark)) > most:
-        raise ValueError(f"has {count:,} tensors, so that the folder has more than {_MAX_TENSORS:,}, which is the limit")
+def _check_count(data: bytes, colons: int, most: int) -> None:
+    """Refuses JSON with too many tensors, each of which has so many colons. Names hardly have any."""
+    # Counting takes a thousandth of the time of parsing.
+    if (count := (data.count(b":") - _MAX_OTHERS) // colons) > most:
+        raise ValueError(f"has at least {count:,} tensors, which is more than the limit of {most:,}")
 
 
 def _read_file(folder: Path, name: str, most: int) -> dict[str, Tensor]:
     """The tensors of one file, which has at most `most`. Raises InputError."""
     file, place = inside(folder, name), folder / name
-    with _problems_at(place):
-        text, first, size = patiently(lambda: _read_header(file), file)
-        _check_count(text, b'"data_offsets"', most)
-        entries = _parse_json(text)
+    with problems_at(place):
+        text, start, size = patiently(lambda: _read_header(file), file)
+        _check_count(text, 4, most)
+        entries = parse_json(text)
     entries.pop(METADATA, None)
-    problems: list[str] = []
     tensors: dict[str, Tensor] = {}
-    for key, entry in entries.items():
-        try:
-            dtype, shape, begin = _parse_entry(entry)
-            tensors[key] = Tensor(dtype=dtype, shape=shape, file=file, offset=first + begin)
-        except ValueError as error:
-            problems.append(f"{place}: {_text(key)}: {error}")
-    if problems := problems or [f"{place}: {problem}" for problem in _layout_problems(tensors, first, size)]:
+
+    def wrong() -> Iterator[str]:
+        for key, entry in entries.items():
+            try:
+                dtype, shape, begin = _parse_entry(entry)
+                tensors[key] = Tensor(dtype=dtype, shape=shape, file=file, offset=start + begin)
+            except ValueError as error:
+                yield f"{place}: {_text(key)}: {error}"
+
+    if problems := first(wrong()) or first(f"{place}: {problem}" for problem in _layout_problems(tensors, start, size)):
         raise InputError(problems)
     return tensors
 
@@ -273,16 +233,16 @@ def _are_sizes(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < _MAX_NUMBER for n in value)
 
 
-def _layout_problems(tensors: Mapping[str, Tensor], first: int, size: int) -> Iterator[str]:
-    """Bytes from the first one on, to the end of the file, that belong to no tensor or to two."""
-    end, before = first, "the header"
+def _layout_problems(tensors: Mapping[str, Tensor], start: int, size: int) -> Iterator[str]:
+    """Bytes from the start of the tensors to the end of the file, that belong to no tensor or to two."""
+    end, before = start, "the header"
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if tensor.offset != end:
-            wrong = f"begins at byte {tensor.offset - first:,}, but {_text(before)} ends at byte {end - first:,}"
+            wrong = f"begins at byte {tensor.offset - start:,}, but {_text(before)} ends at byte {end - start:,}"
             yield f"{_text(name)}: data_offsets: {wrong}. No byte may belong to two tensors or to none"
         end, before = max(end, tensor.offset + tensor.nbytes), name
     if end != size:
-        wrong = f"the tensors end at byte {end - first:,}, but the file at {size - first:,}"
+        wrong = f"the tensors end at byte {end - start:,}, but the file at {size - start:,}"
         yield f"{_text(before)}: data_offsets: {wrong}. It may be cut short"
 
 

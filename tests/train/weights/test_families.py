@@ -151,7 +151,7 @@ def test_a_model_that_no_llama_is_cannot_be_exported(tmp_path):
         ({"hidden_act": "relu2"}, "hidden_act: 'relu2' is not supported. Supported: silu"),
         ({"num_sinks": 4}, "num_sinks: 4: jgt does not know this key, so the model could be another one"),
         ({"hidden_size": None}, "the key 'hidden_size' is missing"),
-        ({"num_hidden_layers": "two"}, "model.layers: must be a whole number"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers must be a number above 0, not 'two'"),
         ({"rope_scaling": 7}, "rope_scaling must be a mapping, not 7"),
     ],
     ids=str,

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from jgt.document import InputError
 from train.checkpoint.disk import DiskError
 from train.weights import safetensors
-from train.weights.safetensors import DTYPES, INDEX, SINGLE, inside, open_folder, read_json
+from train.weights.foreign import inside, read_json
+from train.weights.safetensors import DTYPES, INDEX, SINGLE, open_folder
 
 TWO = {"a": ("F32", [2, 3], [0, 24]), "b": ("BF16", [4], [24, 32])}
 
@@ -243,18 +244,20 @@ def test_a_million_tensors_are_refused_within_a_second(name, tmp_path):
     started = time.process_time()
     (problem,) = problems_of(tmp_path)
     assert time.process_time() - started < 1
-    assert "and a header at most 16,777,216" in problem or "has 1,000,000 tensors, so that the folder has more than 400,000" in problem
+    assert (
+        "and a header at most 16,777,216" in problem or "has at least 999,001 tensors, which is more than the limit of 400,000" in problem
+    )
 
 
 def test_many_tensors_of_many_files_are_counted_together(indexed, monkeypatch):
-    monkeypatch.setattr(safetensors, "_MAX_TENSORS", 1)
-    (indexed[1])({"a": "x.safetensors"})
-    open_folder(indexed[0])
-    monkeypatch.setattr(safetensors, "_MAX_TENSORS", 2)
-    (indexed[0] / "y.safetensors").write_bytes(content(header(TWO)))
-    indexed[1]({"a": "x.safetensors", "b": "y.safetensors"})
-    (problem,) = problems_of(indexed[0])
-    assert problem == f"{indexed[0] / 'y.safetensors'}: has 2 tensors, so that the folder has more than 2, which is the limit"
+    # The colons of the index beside its tensors.
+    monkeypatch.setattr(safetensors, "_MAX_OTHERS", 3)
+    assert len(open_folder(indexed[0], 2).tensors) == 2
+    (indexed[0] / "y.safetensors").write_bytes(content(header(TWO | {"c": ("U8", [1], [32, 33])}), 33))
+    with pytest.raises(InputError) as caught:
+        open_folder(indexed[0], 2)
+    problem = f"{indexed[0] / 'y.safetensors'}: has at least 2 tensors, which is more than the limit of 1"
+    assert caught.value.problems == (problem,)
 
 
 def test_a_folder_without_tensors_is_refused(tmp_path):

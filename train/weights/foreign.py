@@ -1,0 +1,74 @@
+"""Files of a folder that may come from a stranger: only its own are read, with limits, and their JSON is read strictly.
+
+Imports no numpy, so that config.json is read as early as a run's file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from jgt.document import InputError, path_problem, read_bytes, shown
+
+_MOST_PROBLEMS = 100
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The file of this name in a folder, with links followed. Raises InputError if it leads out of the folder, or is not a regular file."""
+    top = folder.resolve()
+    # The cache of huggingface_hub has links from `snapshots/REVISION` to `blobs`, both of the same model.
+    allowed = [top, *([top.parent.parent / "blobs"] if top.parent.name == "snapshots" else [])]
+    with problems_at(folder / name):
+        file = Path(os.path.realpath(top / name, strict=True))
+        if not any(file.is_relative_to(place) for place in allowed):
+            raise ValueError(f"leads to {file}, outside of the folder, and is not read. Copy that file into the folder")
+        if problem := path_problem(file):
+            raise ValueError(f"cannot be read: {problem}")
+    return file
+
+
+def read_json(file: Path, most: int) -> dict[str, object]:
+    """A JSON file of at most `most` bytes with a mapping in which no key is given twice. Raises InputError."""
+    with problems_at(file):
+        return parse_json(read_bytes(file, most))
+
+
+@contextlib.contextmanager
+def problems_at(place: Path) -> Iterator[None]:
+    """Turns what is wrong with a file into an InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
+        problem = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else error
+        raise InputError([f"{place}: {problem}"]) from None
+
+
+def first(problems: Iterable[str]) -> list[str]:
+    """The first of many problems; a folder may have a million."""
+    found = list(itertools.islice(problems, _MOST_PROBLEMS + 1))
+    return found if len(found) <= _MOST_PROBLEMS else [*found[:-1], "and more problems of this kind"]
+
+
+def parse_json(data: bytes) -> dict[str, object]:
+    """The mapping that a JSON text is, in which no key is given twice. Raises ValueError."""
+    try:
+        values = json.loads(data.decode(), object_pairs_hook=_mapping)
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"is not a mapping, but {shown(values)}")
+    return values
+
+
+def _mapping(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"{shown(Counter(name for name, _ in pairs).most_common(1)[0][0])} is given twice")
+    return values
