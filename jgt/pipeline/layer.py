@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from jgt.pipeline.arrays import Arrays, Floats, Structs, call, from_raw, raw, row, vjp
+from jgt.pipeline.matmuls import without_unit_dims
 from jgt.pipeline.split import Split
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
@@ -160,7 +161,7 @@ class Layer:
             return derivative(cotangents)[0]
 
         program = jx.trace(backward, [jx.struct_of(a) for a in residuals], travel.select(shapes.travel))[0]
-        self._back = _Backward(flatten(program, _dissolves), sum(weights.which) + sum(common.which), apart=apart)
+        self._back = _Backward(without_unit_dims(flatten(program, _dissolves)), sum(weights.which) + sum(common.which), apart=apart)
 
     @property
     def saved_shapes(self) -> Structs:

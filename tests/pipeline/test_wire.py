@@ -211,6 +211,25 @@ def test_bytes_between_stages_are_those_of_the_formula(schedule, virtual):
     assert {c.kind for c in between} == {"collective-permute", "all-reduce"}
 
 
+# -- traffic within a stage -------------------------------------------------------------------------------------------
+
+
+@needs_plugin
+@pytest.mark.slow
+def test_no_cotangent_is_gathered_twice_where_a_microbatch_is_one_row():
+    plan = planned(
+        f"mesh={{data: 1, fsdp: 1, stage: {STAGES}, tensor: {TENSOR}}}",
+        f"pipeline={{signal: layers, remat: layer, microbatches: {MICROBATCHES}}}",
+        "rules=rules/pipeline_sequence.yaml",
+        f"model.layers={2 * STAGES}",
+        f"train.batch={MICROBATCHES}",
+    )
+    there = [c for c in plan.collectives if (c.kind, c.axes) == ("all-gather", ("tensor",)) and c.signal.startswith("layers/")]
+    # Attention and the MLP gather what they read, again where it is computed again, and the cotangent of what they give.
+    once = 2 * (MICROBATCHES + STAGES - 1) * SEQ * EMBED * 2 * (TENSOR - 1) // TENSOR
+    assert sum(c.total_bytes for c in there) == 2 * 3 * once
+
+
 # -- buffers ----------------------------------------------------------------------------------------------------------
 
 

@@ -37,6 +37,7 @@ from .start import Position
 _LAST_SECONDS = 600.0
 """The longest time for which the last save is tried again."""
 _LONGEST_PAUSE = 60.0
+_LAST = "The last state is saved next"
 _SOONER = 0.1
 """After a failed save, the next one is due after this share of `checkpoint.minutes`."""
 
@@ -83,7 +84,7 @@ class Saves:
 
     def finish(self, position: Position) -> None:
         """Saves the last position. Returns when it is on disk, and raises SaveError after the last try."""
-        with self.phase("save", step=position.step), self._reported(position):
+        with self.phase("save", step=position.step), self._reported(position, _LAST):
             self.checkpoints.wait()
         until, pause = time.monotonic() + min(time.monotonic() - self._begun, _LAST_SECONDS), 1.0
         # A save may fail in one process alone. All ask each other, so that they repeat it together.
@@ -138,8 +139,8 @@ class Saves:
 
     @contextlib.contextmanager
     def _reported(self, position: Position, then: str | None = None) -> Iterator[None]:
-        """Inside, a failed save is reported. then: what follows; by default training, or another try after the last step."""
-        then = then or ("Training continues" if position.step < self.setup.run.steps else "It is tried again")
+        """Inside, a failed save is reported. then: what follows; by default training, or after the last step the last save."""
+        then = then or ("Training continues" if position.step < self.setup.run.steps else _LAST)
         try:
             yield
         except SaveError as error:

@@ -9,6 +9,7 @@ step; it knows the number of each step, so the learning rate does not depend on 
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from jgt import Storage
 from jgt.document import InputError
 
 from ..code.files import Code
-from ..code.names import load_callable
+from ..code.names import load_callable, load_object
 from ..models.model import Model, Role
 from .config import OptimizerConfig, OwnOptimizer
 from .muon import MapMatrices, scale_by_muon
@@ -72,8 +73,15 @@ def build_optimizer(
 
 
 def own_optimizer(config: OwnOptimizer, code: Code, where: Callable[[str], str]) -> MakeOptimizer:
-    """An optimizer of the user's own. where(key): file and line of a key of the config. Raises InputError, also when it is called."""
-    own = load_callable("optimizer.name", config.name, config.arguments, code, where)
+    """An optimizer of the user's own, which must take a weight decay that the config sets.
+
+    where(key): file and line of a key of the config. Raises InputError, also when it is called.
+    """
+    taken = inspect.signature(load_object(config.name, "optimizer.name", code, where("optimizer.name"))).parameters
+    # The config of a run directory has all keys. One that has its default asks for nothing.
+    is_asked = config.weight_decay != OwnOptimizer.weight_decay and "weight_decay" not in taken
+    arguments = {**config.arguments, "weight_decay": config.weight_decay} if is_asked else config.arguments
+    own = load_callable("optimizer.name", config.name, arguments, code, where)
 
     def make(settings: Settings) -> optax.GradientTransformation:
         optimizer = own(learning_rate=settings.lr, weight_decay=settings.weight_decay)

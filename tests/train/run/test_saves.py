@@ -135,6 +135,29 @@ def test_the_last_save_is_tried_again_for_as_long_as_the_run_has_trained(tiny, m
     assert ("This was the last try" in err) == (failures == 100)
 
 
+def test_a_save_that_fails_while_a_run_stops_early_does_not_say_that_training_continues(capsys):
+    class Failing:
+        failures, saved = [SaveError("no room")], []
+
+        def wait(self):
+            if self.failures:
+                raise self.failures.pop()
+
+        def save(self, state, step, *_):
+            self.saved.append(step)
+
+        def describe(self):
+            return "no checkpoint was saved"
+
+    run = SimpleNamespace(steps=100, config=SimpleNamespace(checkpoint=SimpleNamespace(minutes=10)))
+    setup, nothing = SimpleNamespace(run=run, to_save=lambda state: state), SimpleNamespace(check=lambda: None, event=lambda *_, **__: None)
+    saves = Saves(setup, nothing, Failing(), None, nothing, lambda *_, **__: nullcontext(), 0)
+    saves.finish(Position(state=None, step=7, samples=0, phase=0))
+    assert Failing.saved == [7]
+    line = "a checkpoint could not be saved: no room. The last state is saved next; no checkpoint was saved"
+    assert capsys.readouterr().err == f"jgt: {line}\n"
+
+
 # -- saves by time ----------------------------------------------------------------------------------------------------
 
 

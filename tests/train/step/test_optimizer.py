@@ -9,13 +9,15 @@ import pytest
 from flax import nnx
 from steps import roles_of
 
+from jgt.document import InputError
+from train.code.files import Code
 from train.models.config import GPTConfig, ModelConfig
 from train.models.decoder import build, stacked
 from train.models.model import Table, Vector, of_nnx
 from train.setup import prepare
-from train.step.config import OptimizerConfig
+from train.step.config import OptimizerConfig, OwnOptimizer
 from train.step.muon import orthogonalize
-from train.step.optimizer import Settings, build_optimizer, learning_rate
+from train.step.optimizer import Settings, build_optimizer, learning_rate, own_optimizer
 
 TOKENS = jax.ShapeDtypeStruct((2, 4), jnp.int32)
 
@@ -228,6 +230,27 @@ def test_slow_moments_are_not_kept_in_bf16():
     assert problems == {"b2": f"{lost}. Use at most 0.99, or optimizer.moments=f32"}
     assert [key for key, _ in OptimizerConfig(name="muon", b2=0.99, momentum=0.995, moments="bf16").problems()] == ["momentum"]
     assert not list(OptimizerConfig(b2=0.999).problems())
+
+
+def test_a_weight_decay_that_an_own_optimizer_does_not_take_is_refused():
+    def made(function, **keys):
+        return own_optimizer(OwnOptimizer(name="python:own", **keys), Code(objects={"optimizer.name": function}), "run.yaml:2".format)
+
+    def plain(learning_rate):
+        return optax.sgd(learning_rate)
+
+    with pytest.raises(InputError) as caught:
+        made(plain, weight_decay=0.3)
+    (problem,) = caught.value.problems
+    assert problem == "run.yaml:2: optimizer.weight_decay: plain has no argument 'weight_decay'. It takes: learning_rate"
+    made(plain, weight_decay=OwnOptimizer.weight_decay)
+    # A decay that it takes is that of the step.
+    decayed = made(
+        lambda learning_rate, weight_decay: optax.chain(optax.add_decayed_weights(weight_decay), optax.sgd(1.0)), weight_decay=0.3
+    )
+    one = jnp.ones(())
+    updates, _ = decayed(Settings(lr=1.0, weight_decay=0.5, clip=0.0)).update(0 * one, decayed(Settings(1.0, 0.5, 0.0)).init(one), one)
+    assert float(updates) == -0.5
 
 
 def test_another_learning_rate_or_number_of_steps_is_the_same_program(tiny):
