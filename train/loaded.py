@@ -32,6 +32,7 @@ from .code.files import COPY, Code
 from .code.names import is_name
 from .config import Run
 from .data.config import BYTES, DataConfig, OwnData
+from .data.special import declared_ends
 from .data.tokenizer import Tokenizer, open_tokenizer
 from .models.config import ModelConfig, OwnModel
 from .run.api import listed, own_code, start_jax_here
@@ -72,6 +73,14 @@ class Loaded:
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the model's texts; None if there is none. Raises InputError if its file cannot be read."""
         return None if self.tokenizer_name is None else open_tokenizer(self.tokenizer_name)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The tokens at which generation stops. Without a tokenizer they are those that the folder of a published model names."""
+        if self.tokenizer is not None:
+            return self.tokenizer.special.ends
+        folder = self.config.hf if isinstance(self.config, ModelConfig) else None
+        return () if folder is None else declared_ends(Path(folder))
 
     def logits(self, tokens: Any) -> jax.Array:
         """The logits [rows, n, vocab] of tokens [rows, n], each row a text from its beginning. Raises ValueError for other shapes."""

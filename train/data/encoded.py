@@ -41,6 +41,8 @@ _MAX_PROBLEMS = 20
 _BLOCK_BYTES = 1 << 22
 
 Reader = Callable[[Path], Iterator[str | TextError]]
+Around = tuple[tuple[int, ...], tuple[int, ...]]
+"""The tokens in front of each text, and those behind it."""
 
 
 class UnreadableError(InputError):
@@ -52,8 +54,9 @@ class UnreadableError(InputError):
 
 
 def open_encoded(files: FileSet, reader: Reader, *, tokenizer: Tokenizer, separator: int | None, kind: str, cache_dir: Path) -> Stream:
-    """The tokens of the texts that `reader` yields for each file, each text followed by `separator`, from the cache if they are in it.
+    """The tokens of the texts that `reader` yields for each file, from the cache if they are in it.
 
+    With a `separator` each text is a document: the separator follows it, and the tokenizer's beginning, if it has one, precedes it.
     `kind` names everything else that decides the tokens, such as the field of a JSON line. Raises InputError, and
     UnreadableError with all texts that could not be read.
     """
@@ -61,11 +64,13 @@ def open_encoded(files: FileSet, reader: Reader, *, tokenizer: Tokenizer, separa
     # Modification times instead of contents: hashing a large text at every start would take minutes.
     states = [path.stat() for path in files.paths]
     listed = [(str(path.resolve()), state.st_size, state.st_mtime_ns) for path, state in zip(files.paths, states, strict=True)]
-    key = hashlib.sha256(json.dumps([_FORMAT, kind, tokenizer.identity, listed]).encode()).hexdigest()[:32]
+    begin, end = ((), ()) if separator is None else (tokenizer.special.beginning, (separator,))
+    kinds = [kind, *([begin] if begin else [])]
+    key = hashlib.sha256(json.dumps([_FORMAT, *kinds, tokenizer.identity, listed]).encode()).hexdigest()[:32]
     cached = (path for path in sorted(cache_dir.glob(f"{key}.*.{dtype}.bin")) if path.is_file())
     path = next((path for path in cached if path.name == f"{key}.{_checksum(path)}.{dtype}.bin"), None)
     if path is None:
-        pieces = _token_bytes(files, reader, tokenizer, separator, dtype)
+        pieces = _token_bytes(files, reader, tokenizer, (begin, end), dtype)
         path = _write(cache_dir, key, dtype, pieces, max(state.st_mtime_ns for state in states))
     # The position of a bad id counts tokens of the cache file, so its message names both.
     first, more = files.paths[0], len(files.paths) - 1
@@ -83,17 +88,16 @@ def remove_leftovers(cache_dir: Path) -> None:
                 path.unlink()
 
 
-def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, separator: int | None, dtype: str) -> Iterator[bytes]:
+def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, around: Around, dtype: str) -> Iterator[bytes]:
     """The contents of the cache file, one piece per text. Raises UnreadableError at the end, after all texts were tried."""
     problems = list[TextError]()
-    # The separator is appended to each text; without one, nothing is.
-    end = np.asarray([] if separator is None else [separator], dtype)
+    begin, end = (np.asarray(tokens, dtype) for tokens in around)
     num_tokens = 0
     for texts in _batches(_readable(files, reader, problems)):
         for tokens in tokenizer.encode_batch(texts):
-            num_tokens += len(tokens) + len(end)
+            num_tokens += len(begin) + len(tokens) + len(end)
             # Little-endian on every machine, as `map_bin` reads it.
-            yield np.concatenate([tokens, end]).astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+            yield np.concatenate([begin, tokens, end]).astype(np.dtype(dtype).newbyteorder("<")).tobytes()
     if num_tokens == 0 and not problems:
         raise InputError([f"{path}: the file is empty: it contains no tokens" for path in files.paths])
     if problems:

@@ -21,8 +21,9 @@ from .encoded import remove_leftovers
 from .mapped import MappedFile
 from .own import OwnSource
 from .sources import Opener, Splits, located, spared_tokens
+from .special import WAYS_TO_NAME_AN_END
 from .stream import Stream, Windows, num_windows
-from .tokenizer import END_OF_TEXT_NAMES, Tokenizer, open_tokenizer
+from .tokenizer import Tokenizer, open_tokenizer
 
 _SEARCHED = 1 << 22
 """Tokens in which a token file must have an end of a document. A wrong id would otherwise pass for one long document."""
@@ -92,11 +93,11 @@ def _end_of_documents(config: DataConfig, tokenizer: Tokenizer, vocab: int) -> i
     """The token that ends a document; None if documents are not masked. Raises InputError."""
     if config.documents == "join":
         return None
-    known, tokenizer_name = tokenizer.end_of_text, config.parts()[0].tokenizer
+    known, tokenizer_name = tokenizer.special.end_of_text, config.parts()[0].tokenizer
     end = known if config.end_of_text is None else config.end_of_text
     if end is None:
-        names = ", ".join(END_OF_TEXT_NAMES)
-        raise InputError([f"{tokenizer_name}: no end-of-text token, which ends a document for data.documents: mask. Known names: {names}"])
+        missing = "no end-of-text token, which ends a document for data.documents: mask"
+        raise InputError([f"{tokenizer_name}: {missing}. {WAYS_TO_NAME_AN_END}"])
     if end != known and any(part.source != "tokens" for part in config.parts()):
         message = f"data.end_of_text: {end} ends a document in the token files, but {known} in the text that {tokenizer_name} encodes"
         raise InputError([f"{message}. A mixture needs one id for both"])

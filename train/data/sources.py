@@ -21,8 +21,9 @@ from .documents import missing_field, read_documents, read_file, read_texts
 from .encoded import UnreadableError, open_encoded
 from .files import FileSet, Finder, standard_library
 from .packed import is_packed
+from .special import WAYS_TO_NAME_AN_END
 from .stream import Stream, find_outside, with_ends
-from .tokenizer import END_OF_TEXT_NAMES, Tokenizer
+from .tokenizer import Tokenizer
 from .tokens import format_problem, open_bytes, open_tokens
 
 _PROBE_BYTES = 1 << 20
@@ -116,12 +117,12 @@ class Opener:
                 raise InputError(problems[:_MAX_PROBLEMS])
         encoded = partial(open_encoded, files, tokenizer=self.tokenizer, cache_dir=self.cache_dir)
         if part.source in _DOCUMENT_READERS:
-            if self.tokenizer.end_of_text is None:
-                known = ", ".join(END_OF_TEXT_NAMES)
-                raise InputError([f"{part.tokenizer}: no end-of-text token, which is needed to separate documents. Known names: {known}"])
+            if self.tokenizer.special.end_of_text is None:
+                missing = "no end-of-text token, which is needed to separate documents"
+                raise InputError([f"{part.tokenizer}: {missing}. {WAYS_TO_NAME_AN_END}"])
             reader = partial(_DOCUMENT_READERS[part.source], field=part.field)
             # The field decides which texts are read, so it is part of the cache's key (`kind`).
-            return encoded(reader, separator=self.tokenizer.end_of_text, kind=f"{part.source}:{part.field}")
+            return encoded(reader, separator=self.tokenizer.special.end_of_text, kind=f"{part.source}:{part.field}")
         # Bytes of text are ids already, so even a large text needs no cache.
         as_bytes = part.tokenizer == BYTES
         if as_bytes and not any(map(is_packed, files.paths)):

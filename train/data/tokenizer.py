@@ -1,8 +1,9 @@
 """Tokenizers: text to token ids and back.
 
 `ByteTokenizer` needs no file: its ids are the bytes of UTF-8. `JsonTokenizer` reads a tokenizer.json through the optional package
-`tokenizers`. Each has a `vocab_size`, the largest id plus one, and an `end_of_text`, None if it has no such token. Encoded text is cached
-(`encoded.py`), so each also has an `identity`, which changes whenever its ids may change.
+`tokenizers`. Each has a `vocab_size`, the largest id plus one: a model may have more rows, for padding, whose ids mean nothing. `special`
+has the tokens around texts, which the methods leave out. Encoded text is cached (`encoded.py`), so each also has an `identity`, which
+changes whenever its ids or the end of a document may change.
 
 A tokenizer.json comes from elsewhere and is not trusted: it may ask for texts to be truncated or padded, produce ids outside its own
 vocabulary, or make the package's Rust code panic. All of these end in an InputError that names the file.
@@ -13,20 +14,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
 from jgt.document import InputError, read_bytes
 
 from .config import BYTES
+from .special import END_OF_TEXT_NAMES, SpecialTokens, special_tokens
 
 try:
     import tokenizers
 except ImportError:
     tokenizers = None
 
-END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-"""What the end-of-text token may be called: a tokenizer.json does not say which of its tokens it is."""
 MAX_BYTES = 1 << 28
 """The largest tokenizer.json that is read."""
 
@@ -36,7 +37,7 @@ class ByteTokenizer:
 
     identity = BYTES
     vocab_size = 256
-    end_of_text = 0
+    special = SpecialTokens(end_of_text=0, ends=(0,))
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "surrogateescape"))
@@ -51,9 +52,9 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """The tokenizer of a tokenizer.json. Its ids may have gaps.
+    """The tokenizer of a tokenizer.json, with the special tokens that the files beside it name. Its ids may have gaps.
 
-    Raises InputError if the package is missing, if the file is not a tokenizer, or if the tokenizer fails on a text.
+    Raises InputError if the package is missing, if a file is not what its name says, or if the tokenizer fails on a text.
     """
 
     def __init__(self, path: str):
@@ -69,12 +70,20 @@ class JsonTokenizer:
             self._tokenizer.no_padding()
             # Ids may have gaps, so the number of tokens may be smaller than the largest id plus one.
             self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.identity = hashlib.sha256(data).hexdigest()
+            beginning = self._beginning()
+        self.special = special_tokens(Path(path).parent, self._tokenizer.token_to_id, beginning)
+        known = (token for name in END_OF_TEXT_NAMES if (token := self._tokenizer.token_to_id(name)) is not None)
+        # The files beside a tokenizer.json may name another end than the first that is known.
+        own = b"" if self.special.end_of_text == next(known, None) else f" {self.special.end_of_text}".encode()
+        self.identity = hashlib.sha256(data + own).hexdigest()
 
-    @property
-    def end_of_text(self) -> int | None:
-        ids = (self._tokenizer.token_to_id(name) for name in END_OF_TEXT_NAMES)
-        return next((token for token in ids if token is not None), None)
+    def _beginning(self) -> tuple[int, ...]:
+        """The tokens that the file adds in front of a text."""
+        if not self._tokenizer.num_special_tokens_to_add(False):
+            return ()
+        whole = self._tokenizer.encode("a")
+        # Without a token of the letter, nothing says where the beginning ends.
+        return tuple(whole.ids[: whole.special_tokens_mask.index(0)]) if 0 in whole.special_tokens_mask else ()
 
     def encode(self, text: str) -> list[int]:
         with self._as_input_error("cannot encode the text"):
@@ -82,7 +91,7 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         with self._as_input_error("cannot encode the text"):
-            # No special tokens: `encoded.py` marks the ends of documents itself, in the same way for every tokenizer.
+            # No special tokens: `encoded.py` marks documents itself, in the same way for every tokenizer.
             encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         for encoding in encodings:
             ids = np.asarray(encoding.ids, np.uint32)

@@ -15,14 +15,24 @@ from ..config import load
 
 
 def check(argv: Sequence[str] | None = None) -> int:
-    """Prints the placement of the parameters. Exit code 2, with all problems on stderr (or printed as JSON), if anything is wrong."""
-    arguments = check_parser().parse_args(argv)
+    """Prints the placement of the parameters, or windows of the data. Exit code 2, with all problems on stderr (or printed as JSON)."""
+    parser = check_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.eval is not None and arguments.show_data is None:
+        parser.error("--eval says which windows --show-data shows. Add --show-data")
     try:
         # --devices replaces the number of devices in the file.
         devices = [] if arguments.devices is None else [f"devices.virtual_cpu={arguments.devices}"]
         run = load(arguments.config, [*arguments.overrides, *devices], code=arguments.code)
-        from .check import check_placement, print_check, to_json
+        from .check import check_placement, data_windows, print_check, print_windows, to_json
 
+        if arguments.show_data is not None:
+            windows = data_windows(run, arguments.show_data, arguments.eval)
+            if arguments.json:
+                print(json.dumps({"ok": True, "windows": list(windows)}, indent=1))
+            else:
+                print_windows(windows)
+            return 0
         setup = check_placement(run)
     except InputError as error:
         if arguments.json:
@@ -41,6 +51,10 @@ def check_parser() -> RunParser:
     """The command line of the check."""
     parser = RunParser("jgt check", "Checks rules against mesh and shapes, without devices.")
     parser.add_argument("--devices", type=whole_number(), metavar="N", help="the number of devices to check for")
+    windows = "print the first N windows (1) of the training data instead: a line for each token"
+    parser.add_argument("--show-data", type=whole_number(), nargs="?", const=1, metavar="N", help=windows)
+    held_out = "with --show-data: print windows of the held-out data, of one part of a mixture or of each"
+    parser.add_argument("--eval", nargs="?", const="", metavar="PART", help=held_out)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

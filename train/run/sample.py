@@ -24,7 +24,8 @@ def sample_text(setup: Setup, state: State, data: Data) -> str:
     config, tokenizer, rows = setup.run.config, data.tokenizer, setup.run.config.train.batch
     assert tokenizer is not None
     # The model's vocabulary may be smaller than the tokenizer's. An empty prompt becomes one token, so that there is a last logit.
-    prompt = [token for token in tokenizer.encode(config.sample.prompt) if token < config.model.vocab] or [0]
+    encoded = [*tokenizer.special.beginning, *tokenizer.encode(config.sample.prompt)]
+    prompt = [token for token in encoded if token < config.model.vocab] or [0]
     # A long prompt is cut to its end, because at least one position has to remain free.
     prompt = prompt[-max(config.model.seq - 1, 1) :]
     count = min(config.sample.tokens, config.model.seq - len(prompt))

@@ -172,6 +172,15 @@ def _exit_code(code: int, lost: Mapping[str, int]) -> int:
     return Exit.LOST if code == Exit.DONE else code
 
 
+def opened_data(run: Run) -> Data:
+    """The data of a run. Raises InputError."""
+    data, folder, seed = run.config.data, run.config.run.path, run.config.run.seed
+    sizes = {"seq": run.config.model.seq, "vocab": run.config.model.vocab}
+    if isinstance(data, OwnData):
+        return open_own_data(open_own(data, run.code, run.where, **sizes), data, seed=seed)
+    return open_data(data, **sizes, seed=seed, cache_dir=folder / "data", where=run.where)
+
+
 def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
     """The program and the data of a run. Raises InputError, on all processes, with everything that is wrong with either."""
     config = run.config
@@ -180,22 +189,14 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
     if isinstance(config.data, OwnData):
         # First, because its samples say which arrays the program gets.
         with InputError.collect(problems):
-            source = open_own(config.data, run.code, run.where, seq=config.model.seq, vocab=config.model.vocab)
-            data = open_own_data(source, config.data, seed=config.run.seed)
+            data = opened_data(run)
     # The data is opened even if the program is wrong, so that all problems are reported at once.
     if data is not None or not problems:
         with InputError.collect(problems):
             setup = prepare(run, element=None if data is None else data.element)
     if not isinstance(config.data, OwnData):
         with InputError.collect(problems):
-            data = open_data(
-                config.data,
-                seq=config.model.seq,
-                vocab=config.model.vocab,
-                seed=config.run.seed,
-                cache_dir=config.run.path / "data",
-                where=run.where,
-            )
+            data = opened_data(run)
     # One process suffices for this check: if it fails, the others stop in agree_on_input too.
     if data is not None and jax.process_index() == 0:
         with InputError.collect(problems):

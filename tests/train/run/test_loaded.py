@@ -26,7 +26,7 @@ def golden(name):
 def test_logits_of_a_published_model(name, layout):
     tokens, logits, bound = golden(name)
     loaded = jgt.load(f"hf:{GOLDENS / name}", **LAYOUTS[layout])
-    assert loaded.tokenizer is None and loaded.step == 0 and loaded.config.vocab == 64
+    assert loaded.tokenizer is None and loaded.ends and loaded.step == 0 and loaded.config.vocab == 64
     assert loaded.setup.mesh.size == (1 if layout == "one device" else 8)
     # Three rows, which four groups of devices do not divide.
     found = loaded.logits(np.concatenate([tokens, tokens[:1]]))

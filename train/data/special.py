@@ -1,0 +1,109 @@
+"""What the files beside a tokenizer.json say of its special tokens, as folders of Hugging Face have them.
+
+A tokenizer.json has special tokens, but does not say what they are for. Two notions must not be mixed up. `end_of_text` is the token
+between documents in training. `ends` are the tokens at which generation stops: a model that was trained on chats ends its turn with a token
+that no document ends with, and may name it as its end of sequence.
+
+    folder         end of sequence by its files              end_of_text          ends
+    Qwen2.5        <|endoftext|>                             <|endoftext|>        <|endoftext|> <|im_end|>
+    Qwen2.5 chat   <|im_end|>; both for generation           <|endoftext|>        <|endoftext|> <|im_end|>
+    Llama 3 chat   <|eot_id|>; three for generation          <|end_of_text|>      <|end_of_text|> <|eom_id|> <|eot_id|>
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jgt.document import InputError, read_bytes, shown
+
+END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+"""What the end-of-text token may be called where no file says it."""
+WAYS_TO_NAME_AN_END = f"Known names: {', '.join(END_OF_TEXT_NAMES)}. A tokenizer_config.json beside it may name another one (eos_token)"
+END_OF_TURN_NAMES = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+"""Tokens that end a turn of a chat. They never end a document."""
+_MAX_BYTES = 1 << 25
+_CONFIG, _NAMES, _TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
+_GENERATION = ("generation_config.json", "config.json")
+"""The files that name the ends of a generated text by their ids. The first one that does counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecialTokens:
+    """The special tokens of a tokenizer.
+
+    beginning: the tokens in front of every text. end_of_text: the token that ends a document; None if it has none. ends: the tokens at
+    which generation stops. pad: the token of padding, if it has one. template: the file with its chat template, if it has one.
+    """
+
+    beginning: tuple[int, ...] = ()
+    end_of_text: int | None = None
+    ends: tuple[int, ...] = ()
+    pad: int | None = None
+    template: Path | None = None
+
+
+def special_tokens(folder: Path, id_of: Callable[[str], int | None], beginning: tuple[int, ...]) -> SpecialTokens:
+    """The special tokens by the files of a folder, none of which has to be there. Raises InputError.
+
+    id_of: the id of a token by its text. beginning: the tokens that the tokenizer.json adds in front of a text. Like transformers, this
+    reads no add_bos_token, which says how a tokenizer without a tokenizer.json is made.
+    """
+    config = _read(folder / _CONFIG)
+    # Newer files have all properties of their tokens.
+    config = config if "added_tokens_decoder" in config else {**config, **_read(folder / _NAMES)}
+
+    def named(key: str) -> int | None:
+        text = _text(config.get(key), folder, key)
+        return None if text is None else id_of(text)
+
+    end = _end_of_text(config.get("eos_token"), folder, id_of)
+    named_ends = (named("eos_token"), end, *map(id_of, END_OF_TURN_NAMES))
+    ends = {token for token in named_ends if token is not None} | set(declared_ends(folder))
+    files = [folder / _TEMPLATE] if (folder / _TEMPLATE).is_file() else [folder / _CONFIG] if "chat_template" in config else []
+    template = files[0] if files else None
+    return SpecialTokens(beginning=beginning, end_of_text=end, ends=tuple(sorted(ends)), pad=named("pad_token"), template=template)
+
+
+def declared_ends(folder: Path) -> tuple[int, ...]:
+    """The ends of a generated text that a folder of Hugging Face names by their ids: one or several. Raises InputError."""
+    for name in _GENERATION:
+        value = _read(folder / name).get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int and token >= 0 for token in ids):
+            raise InputError([f"{folder / name}: eos_token_id: must be the id of a token or a list of ids, not {shown(value)}"])
+        if ids:
+            return tuple(ids)
+    return ()
+
+
+def _end_of_text(eos: Any, folder: Path, id_of: Callable[[str], int | None]) -> int | None:
+    """The token that ends a document: a known name, that of the files first; or else what the files name, unless it ends a turn."""
+    name = _text(eos, folder, "eos_token")
+    known = sorted(END_OF_TEXT_NAMES, key=lambda one: one != name)
+    others = [] if name is None or name in END_OF_TURN_NAMES else [name]
+    return next((token for one in (*known, *others) if (token := id_of(one)) is not None), None)
+
+
+def _text(value: Any, folder: Path, key: str) -> str | None:
+    """A token's text, which may stand in a mapping with its properties."""
+    text = value.get("content") if isinstance(value, Mapping) else value
+    if text is None or isinstance(text, str):
+        return text
+    raise InputError([f"{folder / _CONFIG}: {key}: must be the text of a token, not {shown(value)}"])
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    """The contents of a JSON file; empty if there is none. Raises InputError."""
+    if not file.is_file():
+        return {}
+    try:
+        contents = json.loads(read_bytes(file, _MAX_BYTES))
+    except (ValueError, RecursionError) as error:
+        raise InputError([f"{file}: is not JSON: {error}"]) from None
+    if not isinstance(contents, dict):
+        raise InputError([f"{file}: must be a mapping of keys to values"])
+    return contents
