@@ -311,6 +311,10 @@ def test_only_the_document_reads_yaml():
     assert offenders("train", "yaml") == []
 
 
+def test_one_file_reads_checkpoints_without_orbax():
+    assert offenders("train", "tensorstore", allowed=["train/checkpoint/pieces.py"]) == []
+
+
 def test_only_the_checkpoint_knows_orbax():
     assert offenders("train", "orbax", allowed=["train/checkpoint/checkpoint.py", "train/checkpoint/restore.py"]) == []
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import jgt
 from jgt import document
@@ -38,7 +39,7 @@ from train.plan.__main__ import parser as plan_parser
 from train.processes.processes import MAX_VIRTUAL_CPU
 from train.report.accounts import CAUSES, account
 from train.report.events import Event
-from train.sections import Fault, SpikesConfig
+from train.sections import ExportConfig, Fault, SpikesConfig
 from train.sync.config import OuterConfig, SyncConfig
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +51,7 @@ SECTIONS = {name: type(value) for name, value in vars(Config()).items() if datac
 SHIPPED = sorted((ROOT / "configs/rules").glob("*.yaml"))
 PIPELINE, PLAN, RELIABILITY = ROOT / "docs/pipeline.md", ROOT / "docs/plan.md", ROOT / "docs/reliability.md"
 NOTEBOOK, OWN, SCALING = ROOT / "docs/notebook.md", ROOT / "docs/own.md", ROOT / "docs/scaling.md"
+WEIGHTS = ROOT / "docs/weights.md"
 needs_plan_gpu = pytest.mark.skipif(
     jax.__version__ != "0.10.2" or not find_spec("jax_cuda13_plugin"), reason="shown for this version, with the extra plan-gpu"
 )
@@ -126,7 +128,15 @@ def test_the_python_page_has_every_public_name():
 
 def test_no_python_stands_elsewhere():
     """Each page with Python has a test that runs it."""
-    assert {page for page in PAGES if blocks(page, "python")} == {README, PYTHON, NOTEBOOK, OWN}
+    assert {page for page in PAGES if blocks(page, "python")} == {README, PYTHON, NOTEBOOK, OWN, WEIGHTS}
+
+
+def test_the_model_that_names_its_tensors():
+    (text,) = blocks(WEIGHTS, "python")
+    names = {"nnx": nnx}
+    exec(text, names)
+    config, tensors = names["Tiny"].hugging_face({"width": 8, "vocab": 64})
+    assert config["hidden_size"] == 8 and tensors["layers/mlp/kernel"].format(l=3) == "model.layers.3.mlp.weight"
 
 
 def test_the_rules_in_the_text_load(tmp_path):
@@ -392,6 +402,7 @@ def test_every_key_of_a_section_stands_with_its_default(name):
         ("model", "experts.", ExpertsConfig),
         ("model", "experts.groups.", GroupsConfig),
         ("sync", "outer.", OuterConfig),
+        ("checkpoint", "export.", ExportConfig),
     ],
 )
 def test_every_key_inside_of_another_stands_with_its_default(name, inner, kind):

@@ -127,15 +127,8 @@ def load_model(
     if rules is not None:
         changes += ["rules={default: replicate}"]
     folder, is_published = _folder(str(path))
-    if is_published:
-        config: Any = {"model": {"hf": str(folder)}}
-    else:
-        config, own_optimizer = folder / CONFIG, is_name(read(folder / CONFIG).find("optimizer.name").value)
-        changes += ["optimizer={name: adamw}"] if own_optimizer else []
-    try:
-        run = configs.load(config, [*changes, *listed(overrides)], code=own, reads_data=False)
-    except InputError as error:
-        raise InputError([*error.problems, *_code_hint(folder, own)]) from None
+    changes = [*changes, *listed(overrides)]
+    run = configs.load({"model": {"hf": str(folder)}}, changes, reads_data=False) if is_published else _read_run(folder, changes, own)
     if rules is not None:
         run = _with_rules(run, rules)
     start_jax_here(run)
@@ -157,9 +150,23 @@ def _folder(name: str) -> tuple[Path, bool]:
     return around, False
 
 
-def _code_hint(folder: Path, own: Code) -> list[str]:
-    is_needed = own == Code() and (folder / COPY).is_dir()
-    return [f"{folder / COPY}: has a copy of the run's code (code=...)"] if is_needed else []
+def open_run_folder(path: Path, own: Code) -> tuple[Path, Run]:
+    """The run directory at a path, or around a checkpoint, and its run on one device. Raises InputError."""
+    folder, is_published = _folder(str(path))
+    if is_published:
+        raise InputError([f"{path}: is a folder of Hugging Face already, not a run directory or a checkpoint in one"])
+    return folder, _read_run(folder, _ALONE, own)
+
+
+def _read_run(folder: Path, changes: Sequence[str], own: Code) -> Run:
+    own_optimizer = is_name(read(folder / CONFIG).find("optimizer.name").value)
+    first = ["optimizer={name: adamw}"] if own_optimizer else []
+    try:
+        return configs.load(folder / CONFIG, [*first, *changes], code=own, reads_data=False)
+    except InputError as error:
+        has_copy = own == Code() and (folder / COPY).is_dir()
+        hint = [f"{folder / COPY}: has a copy of the run's code (code=..., --code)"] if has_copy else []
+        raise InputError([*error.problems, *hint]) from None
 
 
 def _with_rules(run: Run, rules: Rules | str | Path | Mapping[str, Any]) -> Run:

@@ -12,11 +12,17 @@ import jax
 from jgt import CommandParser
 from jgt.document import InputError, Node, bind
 
-from .loaded import load_model
+from .checkpoint.saved import find_checkpoint
+from .checkpoint.signature import Key, read_key
+from .checkpoint.steps import find_steps
+from .code.files import read_code
+from .command_line import EndError, say, say_lines, whole_number
+from .export.form import run_form
+from .export.write import EXPORTED, exported_shapes, write_export
+from .loaded import open_run_folder
 from .models.config import ModelConfig
 from .models.decoder import build
 from .weights.described import published
-from .weights.export import EXPORTED, export_params
 from .weights.load import open_files
 
 _UNITS = {"": 1, "MB": 10**6, "GB": 10**9}
@@ -28,8 +34,12 @@ def inspect(argv: Sequence[str] | None = None) -> int:
 
 
 def export(argv: Sequence[str] | None = None) -> int:
-    """`jgt export RUN OUT`. Returns the exit code: 2 if the model cannot be exported, and stderr says why."""
-    return export_parser().answer(argv, _export)
+    """`jgt export RUN OUT`. Returns the exit code: 2 if the model cannot be exported, 1 for an error of the disk, and stderr says why."""
+    try:
+        return export_parser().answer(argv, _export)
+    except EndError as error:
+        say(str(error))
+        return error.code
 
 
 def inspect_parser() -> CommandParser:
@@ -45,8 +55,11 @@ def export_parser() -> CommandParser:
     parser = CommandParser("jgt export", "Writes the model of a run as a folder that Hugging Face's transformers loads.")
     parser.add_argument("run", metavar="RUN", help="a run directory, or one of the steps in its checkpoints")
     parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument("--step", type=whole_number(), metavar="N", help="the step of the run to write (its newest checkpoint)")
     parser.add_argument("--dtype", choices=list(EXPORTED), default="f32", help="the type of the tensors (f32)")
     parser.add_argument("--max-file", metavar="SIZE", default="5GB", help="the size of a file, such as 5GB or 500MB (5GB)")
+    code = "a Python file or folder with the model of the run, if it is your own; repeatable"
+    parser.add_argument("--code", action="append", default=[], metavar="PATH", help=code)
     return parser
 
 
@@ -71,10 +84,27 @@ def _export(arguments: argparse.Namespace) -> None:
     size = re.fullmatch(r"(\d+(?:\.\d+)?)(MB|GB|)", arguments.max_file)
     if size is None or float(size[1]) <= 0:
         raise InputError([f"command line: --max-file {arguments.max_file}: must be a size, such as 5GB or 500MB"])
-    loaded = load_model(arguments.run)
-    config = loaded.setup.run.config.model
-    if not isinstance(config, ModelConfig):
-        raise InputError([f"{arguments.run}: model.kind: {config.kind} is a model of your own, whose tensors no family names"])
+    # The accelerators of this machine stay with whatever runs on them.
+    jax.config.update("jax_platforms", "cpu")
+    folder, run = open_run_folder(Path(arguments.run), read_code(arguments.code))
+    key = read_key(run.config.checkpoint.key)
+    saved, reports = find_checkpoint(_checkpoint(Path(arguments.run), arguments.step, key), key)
+    if saved is None:
+        raise InputError([*reports, f"{arguments.run}: has no whole checkpoint"])
+    form = run_form(run, folder, exported_shapes(saved))
     most = round(float(size[1]) * _UNITS[size[2]])
-    count = export_params(loaded.params, config, Path(arguments.out), dtype=arguments.dtype, max_file_bytes=most)
-    print(f"Wrote {count:,} tensors of step {loaded.step} to {arguments.out}")
+    count = write_export(form, saved, Path(arguments.out), dtype=arguments.dtype, max_file_bytes=most)
+    say_lines(reports)
+    print(f"Wrote {count:,} tensors of step {saved.manifest.step} to {arguments.out}")
+
+
+def _checkpoint(path: Path, step: int | None, key: Key | None) -> Path:
+    """The path of a step of a run, or the path that was given for its newest one."""
+    if step is None:
+        return path
+    steps, named = find_steps(path, key)
+    listed = steps.listed() if named is None else [named]
+    if step not in listed:
+        has = ", ".join(map(str, listed)) or "none"
+        raise InputError([f"command line: --step {step}: {path} has no checkpoint of this step. It has: {has}"])
+    return steps.path(step)

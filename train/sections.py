@@ -214,6 +214,20 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """`checkpoint.export`: folders that transformers loads, written while the run trains.
+
+    every: steps between exports, for which there is a checkpoint too. 0: only at the end.
+    path: the folder in which the folder of each step is written.
+    dtype: the type of the tensors.
+    """
+
+    every: Natural = 0
+    path: LocalPath
+    dtype: Literal["f32", "bf16"] = "f32"
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """The `checkpoint:` section.
 
@@ -224,6 +238,7 @@ class CheckpointConfig:
     key: a file, or env:NAME for a variable of the environment, with the key that signs manifests. It implies sha256.
     weights: another run's directory, or one of its checkpoints. A new run starts with its parameters and statistics.
     cast: converts floating arrays of a checkpoint that have another type than in this run. false: another type is an error.
+    export: folders that transformers loads. null: none.
     """
 
     WORDS = OTHER_WORDS
@@ -234,6 +249,7 @@ class CheckpointConfig:
     key: LocalPath | None = None
     weights: LocalPath | None = None
     cast: bool = False
+    export: ExportConfig | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent import futures
 from dataclasses import replace
 from importlib import metadata
@@ -41,6 +41,8 @@ from .steps import Steps
 
 _KEPT = 3
 """How many steps remain where `checkpoint.keep` does not say it, if they have room."""
+_CHUNK_BYTES = 1 << 24
+"""A shard is stored in parts of this size, so that whoever reads a part of an array (`pieces.py`) needs little memory."""
 _ROOM = 1.1
 """Free space that a save needs, as a multiple of its arrays: Orbax adds metadata, and blocks of files are rounded up."""
 
@@ -54,6 +56,7 @@ class Checkpoints:
 
     All processes make the same calls in the same order. Only the first one names and removes folders. mesh, fingerprints: see `Manifest`.
     free(folder): bytes free on its disk. is_ours(): whether the run directory still belongs to this run; if not, nothing changes there.
+    saved(step): called by a thread of the first process when a step is finished. held(): steps that must not be removed.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class Checkpoints:
         fingerprints: Mapping[str, Any] | None = None,
         free: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
         is_ours: Callable[[], bool] = lambda: True,
+        saved: Callable[[int], None] = lambda step: None,
+        held: Callable[[], Collection[int]] = tuple,
     ):
         key = read_key(config.key)
         self._steps = Steps(folder, key)
@@ -72,7 +77,7 @@ class Checkpoints:
         self._sha256 = config.sha256 or key is not None
         self._keep, self._may_keep_fewer = config.keep or _KEPT, config.keep is None
         self._mesh, self._fingerprints = dict(mesh or {}), dict(fingerprints or {})
-        self._free, self._is_ours = free, is_ours
+        self._free, self._is_ours, self._saved, self._held = free, is_ours, saved, held
         self._is_first = jax.process_index() == 0
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         # Starts the thread: later, the system may allow no further one.
@@ -122,7 +127,8 @@ class Checkpoints:
             raise SaveError("another process failed" if failure is None else first_line(failure)) from failure
         try:
             # `force` replaces a folder of this name, which a save that was interrupted may have left.
-            self._writer.save(self._steps.saving(step) / ARRAYS, args=ocp.args.StandardSave(state.arrays()), force=True)
+            chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), state.arrays())
+            self._writer.save(self._steps.saving(step) / ARRAYS, args=ocp.args.StandardSave(state.arrays(), chunks), force=True)
         except Exception as error:
             self._abandon()
             raise SaveError(first_line(error)) from error
@@ -177,7 +183,8 @@ class Checkpoints:
         if self._is_first:
             saving = self._steps.saving(listing.step)
             self._steps.finish(replace(listing, files=file_entries(saving, sha256=self._sha256)))
-            self._steps.retire(self._keep)
+            self._saved(listing.step)
+            self._steps.retire(self._keep, self._held())
 
     def _abandon(self) -> None:
         """After a failed save: starts with a new writer, and removes the leftovers, which would keep the disk full."""
@@ -197,7 +204,7 @@ class Checkpoints:
         with contextlib.suppress(OSError):
             if self._is_first and self._may_keep_fewer and self._is_ours() and len(listed := self._steps.listed()) > 1:
                 say(f"the disk has no room, so the checkpoint of step {listed[0]} is removed for the next one")
-                self._steps.retire(len(listed) - 1)
+                self._steps.retire(len(listed) - 1, self._held())
                 return 1
         return 0
 

@@ -85,7 +85,7 @@ def restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str,
 
     def read() -> dict[str, Any]:
         # Orbax' Checkpointer would wait for the other processes, which may have failed.
-        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as reader, _disk_errors(folder):
+        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as reader, disk_errors(folder):
             _check_contents(reader.metadata(folder).tree, saved)
             return reader.restore(folder, args=ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=is_part))
 
@@ -124,7 +124,7 @@ def _outcome(read: Callable[[], dict[str, Any]], folder: Path) -> tuple[dict[str
 
 
 @contextlib.contextmanager
-def _disk_errors(folder: Path) -> Iterator[None]:
+def disk_errors(folder: Path) -> Iterator[None]:
     """Inside, an error of the disk is raised as an OSError, however the libraries that read arrays have wrapped it."""
     try:
         yield

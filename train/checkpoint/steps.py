@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,9 +116,11 @@ class Steps:
         listing = Steps(self.folder).read(step)
         manifest.write(path, replace(listing, files=manifest.file_entries(path, sha256=True)), self._key)
 
-    def retire(self, keep: int) -> None:
-        """Removes all but the newest `keep` steps."""
+    def retire(self, keep: int, held: Collection[int] = ()) -> None:
+        """Removes all but the newest `keep` steps, and those that are held."""
         for step in self.listed()[:-keep]:
+            if step in held:
+                continue
             trash = self.folder / _TRASH
             trash.mkdir(exist_ok=True)
             # An earlier removal of the same step may have been interrupted, and a rename needs an empty target.

@@ -26,6 +26,7 @@ from ..checkpoint.disk import kind
 from ..code.files import COPY
 from ..command_line import EndError
 from ..records.step_range import PROFILE
+from ..weights.origin import ORIGIN
 
 CONFIG, DATA, CONFIGS = "config.yaml", "data.json", "configs"
 """The run's config, the identity of its data, and the folder for what they were before."""
@@ -39,7 +40,7 @@ _NOT_MOVED = ("data", CHOICE, LOGS, _LOCK)
 _FILES = re.compile(
     rf"(config\.yaml|data\.json|metrics\.(jsonl|csv)|(layout|loggers)\.json)(\.new)?|events(-[0-9]+)?\.jsonl|stacks-[0-9]+\.txt|sample\.txt|{_LOCK}"
 )
-_FOLDERS = ("checkpoints", COPY, CONFIGS, "data", "faults", "tensorboard", "wandb", LOGS, PROFILE)
+_FOLDERS = ("checkpoints", COPY, CONFIGS, ORIGIN, "data", "faults", "tensorboard", "wandb", LOGS, PROFILE)
 
 
 class InUseError(EndError):

@@ -23,6 +23,7 @@ from jgt.document import Node, shown
 from ..checkpoint.steps import remove
 from ..code.files import COPY, Code
 from ..config import Run
+from ..weights.origin import keep_origin
 from .folder import CONFIG, CONFIGS, DATA, write_whole
 from .identity import code_of
 
@@ -93,6 +94,7 @@ def begin_folder(run: Run, data: Mapping[str, Any]) -> None:
         if not (folder / name).exists():
             write_whole(folder / name, text)
     _keep_code(run.code, folder)
+    keep_origin(folder, getattr(run.config.model, "hf", None), getattr(run.config.data, "tokenizer_name", None))
 
 
 def _keep_code(code: Code, folder: Path) -> None:

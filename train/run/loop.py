@@ -22,6 +22,7 @@ import jax
 from ..checkpoint.checkpoint import Checkpoints
 from ..checkpoint.steps import FOLDER
 from ..data.batches import Data
+from ..export.exports import Exports
 from ..processes.processes import barrier
 from ..processes.watch import Watch
 from ..records.clock import InFlight, steps_ahead
@@ -56,6 +57,7 @@ class Loop:
     screen: Screen
     records: Records
     checkpoints: Checkpoints
+    exports: Exports
     watch: Watch
     faults: Faults
     profiler: Profiler
@@ -78,6 +80,8 @@ class Loop:
         compiling = None if self.checkpoints.newest() >= self.num_steps else self._compile()
         position = Start(self.setup, self.data.fingerprint, self._phase, self.screen.say).position(self.checkpoints, resume)
         self._count_epochs(position)
+        self.exports.num_steps = self.num_steps
+        self.exports.begin(position.step)
         self.profiler.check(position.step, self.num_steps)
         # Steps after the checkpoint are trained again, and would be logged twice.
         self.records.forget_after(position.step)
@@ -96,6 +100,8 @@ class Loop:
             self.screen.say(f"Stopped at step {position.step} of {last} by {why}; the same command resumes from there")
         elif self._config.sample.tokens:
             self._sample(position.state)
+        if position.step >= last and self.exports.are_asked_for:
+            self._finish_exports()
         why = "done" if position.step >= last else self.watch.stop_signal or "peer"
         lost = {"lost": lost} if (lost := lost_records(self.screen, self.records)) else {}
         self.records.event("stop", time.time(), 0.0, step=position.step, why=why, **lost)
@@ -182,12 +188,13 @@ class Loop:
             if self.profiler.ends(step):
                 self._profile(step, train_step, progress)
             # Before the evaluation, which may fail.
-            if self._due(step, self._config.checkpoint.every):
+            if self._due(step, self._config.checkpoint.every) or self.exports.is_due(step):
                 saves.start(progress, position)
             if self._due(step, config.eval_every) and self.data.eval_parts:
                 with progress.interrupted():
                     self._evaluate(state, step)
             saves.poll(position)
+            self.exports.poll()
             progress.step_over()
         progress.end()
         if self.profiler.tracing:
@@ -216,6 +223,13 @@ class Loop:
     def _phase(self, name: str, **details: Any) -> Iterator[None]:
         with self.watch.phase(name), self.records.phase(name, **details):
             yield
+
+    def _finish_exports(self) -> None:
+        """Returns when the first process has written all exports."""
+        self.watch.begin_unlimited("exporting the model")
+        if self.lock is not None:
+            self.exports.finish()
+        barrier("exports")
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.num_steps or (every > 0 and step % every == 0)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
+from jgt import path_text
 from jgt.document import InputError
 
 from ..checkpoint.checkpoint import Checkpoints
@@ -27,6 +28,8 @@ from ..data.config import OwnData
 from ..data.mapped import DataChangedError
 from ..data.opening import open_data, open_own_data
 from ..data.own import open_own
+from ..export.exports import Exports
+from ..export.form import run_form
 from ..processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process
 from ..processes.watch import Watch
 from ..records.console import Screen
@@ -96,10 +99,14 @@ def train(
         )
         of_run = {"mesh": setup.mesh.shape, "fingerprints": fingerprints(run, data.fingerprint)}
         is_ours = (lambda: True) if lock is None else lock.is_held
-        checkpoints = Checkpoints(folder / FOLDER, run.config.checkpoint, **of_run, free=faults.free, is_ours=is_ours)
+        exports = Exports(run, records.event)
+        closing.callback(exports.close)
+        checkpoints = Checkpoints(
+            folder / FOLDER, run.config.checkpoint, **of_run, free=faults.free, is_ours=is_ours, saved=exports.saved, held=exports.held
+        )
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         with _closed_afterwards(checkpoints, records):
-            loop = Loop(setup, data, screen, records, checkpoints, watch, faults, profiler, lock)
+            loop = Loop(setup, data, screen, records, checkpoints, exports, watch, faults, profiler, lock)
             position = loop.run(resume)
             done = position.step >= loop.num_steps
     if on_end is not None:
@@ -194,6 +201,11 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
     if data is not None or not problems:
         with InputError.collect(problems):
             setup = prepare(run, element=None if data is None else data.element)
+    if setup is not None and config.checkpoint.export is not None:
+        # Now, and not after days of training.
+        with InputError.collect(problems):
+            shapes = jax.tree.leaves_with_path(setup.saved_of_one[0].params)
+            run_form(run, config.run.path, {path_text(path): tuple(x.shape) for path, x in shapes})
     if not isinstance(config.data, OwnData):
         with InputError.collect(problems):
             data = opened_data(run)

@@ -27,12 +27,13 @@ def words(text: str) -> frozenset[str]:
 class Family:
     """One family of models.
 
-    options: reads config.json. names: tensors that have other names than Llama's. layer: the prefix of a layer's tensors. by_head: whether
-    the tensor of q, k and v has the outputs of each head together. are_kernels_transposed: whether a kernel [in, out] is stored as
-    [out, in]. skipped: the ends of names of tensors to ignore.
+    options: reads config.json. architecture: the class of transformers. names: tensors that have other names than Llama's. layer: the
+    prefix of a layer's tensors. by_head: whether the tensor of q, k and v has the outputs of each head together. are_kernels_transposed:
+    whether a kernel [in, out] is stored as [out, in]. skipped: the ends of names of tensors to ignore.
     """
 
     options: Read
+    architecture: str = ""
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     layer: str = "model.layers.{l}."
     by_head: bool = False
@@ -84,27 +85,29 @@ def _experts(prefix: str, gate: str, up: str, down: str) -> dict[str, str]:
 
 _QWEN_MOE = _experts("mlp", "gate_proj", "up_proj", "down_proj")
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(options=readings.llama),
-    "mistral": Family(options=readings.mistral),
-    "ministral": Family(options=readings.mistral),
-    "mixtral": Family(options=readings.mixtral, names=_experts("block_sparse_moe", "w1", "w3", "w2")),
-    "qwen2": Family(options=readings.qwen2),
-    "qwen3": Family(options=readings.qwen3),
-    "qwen3_moe": Family(options=readings.qwen3_moe, names=_QWEN_MOE),
-    "gemma": Family(options=readings.gemma),
-    "gemma2": Family(options=readings.gemma2, names=_TWO_NORMS),
-    "gemma3_text": Family(options=readings.gemma3, names=_TWO_NORMS),
-    "phi3": Family(options=readings.phi3, names={**_FUSED_QKV, **_FUSED_MLP}),
-    "olmo2": Family(options=readings.olmo2, names=_TWO_NORMS),
-    "olmo3": Family(options=readings.olmo3, names=_TWO_NORMS),
-    "smollm3": Family(options=readings.smollm3),
+    "llama": Family(options=readings.llama, architecture="LlamaForCausalLM"),
+    "mistral": Family(options=readings.mistral, architecture="MistralForCausalLM"),
+    "ministral": Family(options=readings.mistral, architecture="MinistralForCausalLM"),
+    "mixtral": Family(options=readings.mixtral, architecture="MixtralForCausalLM", names=_experts("block_sparse_moe", "w1", "w3", "w2")),
+    "qwen2": Family(options=readings.qwen2, architecture="Qwen2ForCausalLM"),
+    "qwen3": Family(options=readings.qwen3, architecture="Qwen3ForCausalLM"),
+    "qwen3_moe": Family(options=readings.qwen3_moe, architecture="Qwen3MoeForCausalLM", names=_QWEN_MOE),
+    "gemma": Family(options=readings.gemma, architecture="GemmaForCausalLM"),
+    "gemma2": Family(options=readings.gemma2, architecture="Gemma2ForCausalLM", names=_TWO_NORMS),
+    "gemma3_text": Family(options=readings.gemma3, architecture="Gemma3ForCausalLM", names=_TWO_NORMS),
+    "phi3": Family(options=readings.phi3, architecture="Phi3ForCausalLM", names={**_FUSED_QKV, **_FUSED_MLP}),
+    "olmo2": Family(options=readings.olmo2, architecture="Olmo2ForCausalLM", names=_TWO_NORMS),
+    "olmo3": Family(options=readings.olmo3, architecture="Olmo3ForCausalLM", names=_TWO_NORMS),
+    "smollm3": Family(options=readings.smollm3, architecture="SmolLM3ForCausalLM"),
     "glm4": Family(
         options=readings.glm4,
+        architecture="Glm4ForCausalLM",
         names={**_FUSED_MLP, "attn_post/scale": "post_self_attn_layernorm.weight", "mlp_post/scale": "post_mlp_layernorm.weight"},
     ),
-    "granite": Family(options=readings.granite),
+    "granite": Family(options=readings.granite, architecture="GraniteForCausalLM"),
     "gpt_neox": Family(
         options=readings.neox,
+        architecture="GPTNeoXForCausalLM",
         layer="gpt_neox.layers.{l}.",
         by_head=True,
         skipped=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
@@ -126,9 +129,10 @@ FAMILIES: Mapping[str, Family] = {
             "head/unembedding": "embed_out.weight",
         },
     ),
-    "stablelm": Family(options=readings.stablelm),
+    "stablelm": Family(options=readings.stablelm, architecture="StableLmForCausalLM"),
     "gpt2": Family(
         options=readings.gpt2,
+        architecture="GPT2LMHeadModel",
         layer="transformer.h.{l}.",
         are_kernels_transposed=False,
         skipped=("attn.bias", "attn.masked_bias"),

@@ -73,6 +73,8 @@ def sources_of(family: Family, shapes: Mapping[str, Shape], num_heads: tuple[int
 
 
 def _name(family: Family, path: str) -> str | None:
+    if path in family.names:
+        return family.names[path]
     inner = re.sub(r"^layers/", "", path)
     name = family.names.get(inner) or LLAMA_NAMES.get(inner)
     return name if name is None or inner == path else family.layer + name

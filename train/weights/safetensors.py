@@ -74,15 +74,14 @@ class Folder:
         slices: a slice without a step for each dim; dims behind the last one are read whole.
         """
         tensor = self.tensors[name]
-        cuts = (*slices, *(slice(None) for _ in tensor.shape[len(slices) :]))
-        spans = [range(size)[cut] for size, cut in zip(tensor.shape, cuts, strict=True)]
-        if any(span.step != 1 for span in spans):
+        place = spans(tensor, slices)
+        if any(span.step != 1 for span in place):
             raise ValueError(f"{name}: a slice has a step: {slices}")
         # Never a buffer that was used before: `jax.device_put` may keep the memory that it is given.
-        part = np.empty([len(span) for span in spans], tensor.dtype)
+        part = np.empty([len(span) for span in place], tensor.dtype)
         if not part.size:
             return part
-        view, (begins, size) = part.reshape(-1).view(np.uint8).data, _runs(tensor, spans)
+        view, (begins, size) = part.reshape(-1).view(np.uint8).data, runs(tensor, place)
 
         def read() -> None:
             with open_file(tensor.file) as file:
@@ -97,15 +96,21 @@ class Folder:
         return part
 
 
-def _runs(tensor: Tensor, spans: Sequence[range]) -> tuple[list[int], int]:
+def spans(tensor: Tensor, slices: Sequence[slice]) -> list[range]:
+    """The elements of a part in each dim. slices: as for `Folder.read`."""
+    cuts = (*slices, *(slice(None) for _ in tensor.shape[len(slices) :]))
+    return [range(size)[cut] for size, cut in zip(tensor.shape, cuts, strict=True)]
+
+
+def runs(tensor: Tensor, part: Sequence[range]) -> tuple[list[int], int]:
     """Where in the file each run of neighbouring bytes of a part begins, and the bytes of a run."""
-    steps = [math.prod(tensor.shape[dim + 1 :]) for dim in range(len(spans))]
+    steps = [math.prod(tensor.shape[dim + 1 :]) for dim in range(len(part))]
     # Dims behind the last one that is cut are read whole.
-    last = max((dim for dim, span in enumerate(spans) if len(span) < tensor.shape[dim]), default=0)
-    begins = np.array([sum(span.start * step for span, step in zip(spans, steps, strict=True))])
-    for span, step in zip(spans[:last], steps[:last], strict=True):
+    last = max((dim for dim, span in enumerate(part) if len(span) < tensor.shape[dim]), default=0)
+    begins = np.array([sum(span.start * step for span, step in zip(part, steps, strict=True))])
+    for span, step in zip(part[:last], steps[:last], strict=True):
         begins = (begins[:, None] + np.arange(len(span)) * step).ravel()
-    size = math.prod(len(span) for span in spans[last:])
+    size = math.prod(len(span) for span in part[last:])
     return (tensor.offset + begins * tensor.dtype.itemsize).tolist(), size * tensor.dtype.itemsize
 
 

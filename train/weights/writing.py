@@ -1,9 +1,9 @@
-"""Writing a folder of safetensors files that transformers can load, tensor by tensor.
+"""Writing a folder of safetensors files that transformers can load, piece by piece.
 
-Names, types and shapes are known before the first value, so each file begins with its whole header. Then each tensor is written to its
-place, in whatever order tensors come, and never more than one of them is in memory. The folder is whole or absent wherever the process is
-killed: it is written below another name, `NAME.writing`, which the next writer of the same folder empties, and renamed when all of it is
-on disk. Needs no JAX.
+Names, types and shapes are known before the first value, so each file begins with its whole header. Then each piece of a tensor is
+written to its place, in whatever order pieces come, and never more than one of them is in memory. The folder is whole or absent wherever
+the process is killed: it is written below another name, `NAME.writing`, which the next writer of the same folder empties, and renamed when
+all of it is on disk. Needs no JAX.
 """
 
 from __future__ import annotations
@@ -23,37 +23,38 @@ from jgt.document import InputError
 
 from ..checkpoint.disk import sync, sync_above, sync_tree
 from ..checkpoint.steps import remove
-from .safetensors import DTYPES, INDEX, METADATA, SINGLE, Tensor, open_folder
+from .safetensors import DTYPES, INDEX, METADATA, SINGLE, Tensor, open_folder, runs, spans
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Piece = tuple[str, Sequence[slice], np.ndarray]
+"""A part of a tensor: the tensor's name, a slice without a step for each of its first dims, and the elements there."""
 
 
 def write_folder(
     path: Path,
     tensors: Mapping[str, tuple[np.dtype, Sequence[int]]],
-    arrays: Iterable[tuple[str, np.ndarray]],
+    pieces: Iterable[Piece],
     *,
     files: Mapping[str, bytes | Path],
     max_file_bytes: int,
 ) -> None:
     """Writes a new folder with these tensors and other files. An error leaves nothing.
 
-    tensors: type and shape of each tensor, in the order in which the files are filled. arrays: each of them once, in any order.
+    tensors: type and shape of each tensor, in the order in which the files are filled. pieces: each element of them once, in any order.
     files: contents, or files to copy, by name. max_file_bytes: tensors in one file, but for a single tensor that is larger.
-    Raises InputError if there is something at the path, ValueError for other arrays than `tensors` says, and OSError.
+    Raises InputError if there is something at the path, ValueError for other pieces than `tensors` says, and OSError.
     """
     with _whole_folder(path) as folder:
         for name, content in files.items():
             (folder / name).write_bytes(content) if isinstance(content, bytes) else shutil.copyfile(content, folder / name)
         _write_headers(folder, tensors, max_file_bytes)
-        places = dict(open_folder(folder).tensors)
-        for name, array in arrays:
-            place = places.pop(name)
-            if (array.dtype, array.shape) != (place.dtype, place.shape):
-                raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {place.dtype}{list(place.shape)}")
-            _write(place, array)
-        if places:
-            raise ValueError(f"no array for {', '.join(places)}")
+        places = open_folder(folder).tensors
+        missing = {name: math.prod(place.shape) for name, place in places.items()}
+        for name, slices, array in pieces:
+            _write(places[name], name, slices, array)
+            missing[name] -= array.size
+        if wrong := [name for name, count in missing.items() if count]:
+            raise ValueError(f"not every element once of {', '.join(wrong)}")
 
 
 @contextlib.contextmanager
@@ -134,10 +135,17 @@ def _parts(sizes: Mapping[str, int], most: int) -> list[list[str]]:
     return parts
 
 
-def _write(place: Tensor, array: np.ndarray) -> None:
-    view, offset = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, place.offset
+def _write(place: Tensor, name: str, slices: Sequence[slice], array: np.ndarray) -> None:
+    part = spans(place, slices)
+    if (array.dtype, array.shape) != (place.dtype, tuple(map(len, part))):
+        raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {place.dtype}{list(map(len, part))}")
+    if not array.size:
+        return
+    view, (begins, size) = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, runs(place, part)
     with place.file.open("r+b") as file:
-        # The system writes at most 2 GiB at once.
-        while view:
-            count = os.pwrite(file.fileno(), view, offset)
-            view, offset = view[count:], offset + count
+        for at, begin in zip(range(0, len(view), size), begins, strict=True):
+            run, offset = view[at : at + size], begin
+            # The system writes at most 2 GiB at once.
+            while run:
+                count = os.pwrite(file.fileno(), run, offset)
+                run, offset = run[count:], offset + count

@@ -17,10 +17,8 @@ from train.models.config import ModelConfig
 from train.models.decoder import build
 from train.models.options import Options
 from train.weights.described import published
-from train.weights.export import export_params
 from train.weights.families import FAMILIES
 from train.weights.load import open_files
-from train.weights.safetensors import open_folder
 
 ROOT = Path(__file__).parents[3]
 GOLDENS = ROOT / "tests" / "goldens" / "weights"
@@ -104,35 +102,6 @@ def test_without_an_option_logits_are_others(name, key):
     config = config_of(name)
     default = dataclasses.replace(config, **{key: DEFAULTS[key]} | ({"full_layers": (), "window_theta": None} if key == "window" else {}))
     assert error(name, default, loaded(name, config)) > 1e-2
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_an_export_has_the_tensors_of_the_import(name, tmp_path):
-    config = dataclasses.replace(config_of(name), hf=str(GOLDENS / name))
-    export_params(loaded(name, config), config, tmp_path / "out", dtype="bf16", max_file_bytes=20_000)
-    before, after = open_folder(GOLDENS / name), open_folder(tmp_path / "out")
-    assert before.tensors.keys() == after.tensors.keys()
-    for tensor in before.tensors:
-        np.testing.assert_array_equal(before.read(tensor), after.read(tensor))
-    assert published(tmp_path / "out").keys == published(GOLDENS / name).keys
-
-
-def test_a_model_that_began_from_nothing_is_exported_as_a_llama(tmp_path):
-    config = ModelConfig(layers=2, embed=32, heads=4, kv_heads=2, ffn=48, vocab=64, seq=96, rope_theta=5e5, tied=True)
-    params = build(config).init(jax.random.key(0))[0]
-    export_params(params, config, tmp_path / "out", dtype="f32", max_file_bytes=10**9)
-    found = published(tmp_path / "out")
-    again = bind(Node.of(dict(found.keys), "config.json", "model"), ModelConfig, [])
-    shapes = jax.eval_shape(build(again).init, jax.random.key(0))[0]
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    read = open_files(found, again, shapes).load(shapes, jax.tree.map(lambda _: here, shapes))
-    jax.tree.map(np.testing.assert_array_equal, read, params)
-
-
-def test_a_model_that_no_llama_is_cannot_be_exported(tmp_path):
-    config = ModelConfig(layers=2, window=8, embed=32, heads=4, qk_norm="head")
-    with pytest.raises(jgt.InputError, match=r"model.window: a config.json of Llama cannot say this(.|\n)*model.qk_norm"):
-        export_params(build(config).init(jax.random.key(0))[0], config, tmp_path / "out", dtype="f32", max_file_bytes=10**9)
 
 
 # -- config.json ---------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def example(count=7):
 
 def write(path, arrays, *, files=None, most=1 << 30, order=None):
     wanted = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    write_folder(path, wanted, ((name, arrays[name]) for name in order or arrays), files=files or {}, max_file_bytes=most)
+    write_folder(path, wanted, ((name, (), arrays[name]) for name in order or arrays), files=files or {}, max_file_bytes=most)
 
 
 @pytest.mark.parametrize("most", [1, 40, 1 << 30])
@@ -83,6 +83,15 @@ def test_an_array_in_another_order_of_memory_is_written_by_its_values(tmp_path):
     np.testing.assert_array_equal(open_folder(tmp_path / "out").read("a"), array)
 
 
+def test_pieces_in_any_order_are_their_tensor(tmp_path):
+    array = np.arange(5 * 4 * 6, dtype=np.int32).reshape(5, 4, 6)
+    cuts = [(slice(a, a + 2), slice(b, b + 3), slice(c, c + 4)) for a in (0, 2, 4) for b in (0, 3) for c in (0, 4)]
+    given = [("a", (a, b), array[a, b]) if c.start == 0 and a.start == 2 else ("a", (a, b, c), array[a, b, c]) for a, b, c in cuts]
+    given = [piece for piece, (a, _, c) in zip(given, cuts, strict=True) if a.start != 2 or c.start == 0]
+    write_folder(tmp_path / "out", {"a": (array.dtype, array.shape)}, given[::-1], files={}, max_file_bytes=1000)
+    np.testing.assert_array_equal(open_folder(tmp_path / "out").read("a"), array)
+
+
 TAKEN = {
     "a file": lambda path: path.write_text("x"),
     "a folder with a file": lambda path: (path.mkdir(), (path / "x").touch()),
@@ -110,11 +119,13 @@ def test_an_empty_folder_is_taken_and_folders_above_are_made(tmp_path):
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ([("a", np.zeros(2, np.float32))], ValueError, r"a is float32\[2\], not float32\[3\]"),
-        ([("a", np.zeros(3, np.float64))], ValueError, r"a is float64\[3\], not float32\[3\]"),
-        ([], ValueError, "no array for a"),
-        ([("a", np.zeros(3, np.float32))] * 2, KeyError, "a"),
-        ([("b", np.zeros(3, np.float32))], KeyError, "b"),
+        ([("a", (), np.zeros(2, np.float32))], ValueError, r"a is float32\[2\], not float32\[3\]"),
+        ([("a", (), np.zeros(3, np.float64))], ValueError, r"a is float64\[3\], not float32\[3\]"),
+        ([("a", (slice(0, 2),), np.zeros(3, np.float32))], ValueError, r"a is float32\[3\], not float32\[2\]"),
+        ([], ValueError, "not every element once of a"),
+        ([("a", (slice(0, 2),), np.zeros(2, np.float32))], ValueError, "not every element once of a"),
+        ([("a", (), np.zeros(3, np.float32))] * 2, ValueError, "not every element once of a"),
+        ([("b", (), np.zeros(3, np.float32))], KeyError, "b"),
     ],
 )
 def test_an_error_leaves_nothing(given, error, message, tmp_path):
@@ -148,7 +159,7 @@ def given():
     for name, array in arrays.items():
         print(name, flush=True)
         sys.stdin.readline()
-        yield name, array
+        yield name, (), array
 
 path = Path(sys.argv[1])
 write_folder(path, {n: (x.dtype, x.shape) for n, x in arrays.items()}, given(), files={"config.json": b"{}"}, max_file_bytes=30_000)

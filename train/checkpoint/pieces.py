@@ -1,0 +1,79 @@
+"""The arrays of a saved step, piece by piece: for readers that have neither the run's devices nor the memory for a whole array.
+
+A run's devices save their shards as the chunks of an array, so a piece is a few neighbouring chunks, and each chunk is read once. Orbax
+restores whole arrays only; its files are those of tensorstore, which reads any part of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore
+
+from .disk import DiskError, describe, patiently
+from .manifest import ArrayEntry
+from .restore import ARRAYS, disk_errors, first_line
+from .saved import SavedStep, UnusableError
+
+PIECE_BYTES = 1 << 24
+Span = tuple[slice, ...]
+
+
+def pieces(
+    saved: SavedStep, entry: ArrayEntry, *, num_whole: int = 0, most: int = PIECE_BYTES
+) -> Iterator[tuple[Span, np.ndarray[Any, Any]]]:
+    """All parts of an array, each with its place. A part has at most `most` bytes, or it is one chunk.
+
+    num_whole: this many first dims are whole in each part. Raises UnusableError if the files do not have the array, and DiskError if the
+    disk cannot be read.
+    """
+    folder = saved.folder / ARRAYS
+    array = _attempt(saved, folder, lambda: _open(folder, entry))
+    # Orbax may restore what is read here; the manifest has the shape and type that both must find.
+    if (tuple(array.shape), array.dtype.name) != (entry.shape, entry.dtype):
+        raise UnusableError(saved.folder, f"has other arrays in its files than its manifest lists ({entry.path})")
+    chunk = (*entry.shape[:num_whole], *(array.chunk_layout.read_chunk.shape or ())[num_whole:])
+    step = _grown(entry.shape, chunk, array.dtype.numpy_dtype.itemsize, most)
+    for begin in itertools.product(*(range(0, size, part) for size, part in zip(entry.shape, step, strict=True))):
+        place = tuple(slice(at, min(at + part, size)) for at, part, size in zip(begin, step, entry.shape, strict=True))
+        yield place, _attempt(saved, folder, lambda place=place: np.asarray(array[place].read().result()))
+
+
+def _open(folder: Path, entry: ArrayEntry) -> Any:
+    # Orbax joins the parts of a path with dots.
+    place = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder.absolute()}/"}, "path": f"{entry.path.replace('/', '.')}/"}
+    # Without a cache, memory is that of the chunks that are being read.
+    return tensorstore.open({"driver": "auto", "kvstore": place}, open=True, read=True).result()
+
+
+def _grown(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, most: int) -> list[int]:
+    """The shape of a piece: of a chunk, twice as large along one dim after another for as long as it has at most `most` bytes."""
+    step = [min(part, size) for part, size in zip(chunk, shape, strict=True)]
+    dims = [dim for dim in reversed(range(len(shape))) if step[dim] < shape[dim]]
+    while dims:
+        dims = [dim for dim in dims if 2 * math.prod(step) * itemsize <= most and step[dim] < shape[dim]]
+        for dim in dims:
+            if 2 * math.prod(step) * itemsize <= most:
+                step[dim] *= 2
+    return step
+
+
+def _attempt(saved: SavedStep, folder: Path, call: Any) -> Any:
+    """The result of a call that reads, which is repeated after errors of the disk."""
+
+    def read() -> Any:
+        with disk_errors(folder):
+            return call()
+
+    try:
+        return patiently(read, folder)
+    except OSError as error:
+        raise DiskError(describe(error, folder)) from error
+    except Exception as error:
+        # tensorstore raises errors of several types for contents that it does not understand.
+        raise UnusableError(saved.folder, f"cannot be read ({first_line(error)})") from error

@@ -1,0 +1,144 @@
+"""The exports of a run while it trains.
+
+A folder is made of a checkpoint that is finished, by a thread of the first process. So an export needs no devices and no other process, and
+training waits for it only at the end. A step that is being exported is not removed. The folder gets its name when all of it is on disk:
+wherever the run is killed, the next start finds the steps whose folders are missing, and writes only these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import jax
+
+from jgt.document import InputError
+
+from ..checkpoint import manifest
+from ..checkpoint.restore import first_line
+from ..checkpoint.saved import SavedStep
+from ..checkpoint.signature import read_key
+from ..checkpoint.steps import FOLDER, Steps
+from ..command_line import EndError, say
+from ..config import Run
+from .form import run_form
+from .write import exported_shapes, write_export
+
+_FILE_BYTES = 5 * 10**9
+
+
+class ExportError(EndError):
+    """The model of the last step could not be exported; the message says why."""
+
+
+class _ClosedError(Exception):
+    """The run ends before an export does."""
+
+
+class Exports:
+    """The exports of one start of a run. event: records one. num_steps: the last step, which is known once the data is open."""
+
+    def __init__(self, run: Run, event: Callable[..., None]):
+        self.num_steps = 0
+        self._run, self._config, self._event = run, run.config.checkpoint.export, event
+        self._ended: SimpleQueue[tuple[str, float, dict[str, Any]]] = SimpleQueue()
+        self._steps = Steps(run.config.run.path / FOLDER, read_key(run.config.checkpoint.key))
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="export")
+        self._futures: dict[int, Future[None]] = {}
+        self._is_closed = threading.Event()
+
+    @property
+    def are_asked_for(self) -> bool:
+        """Whether the run writes any."""
+        return self._config is not None
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is exported."""
+        if self._config is None:
+            return False
+        return step == self.num_steps or (self._config.every > 0 and step % self._config.every == 0)
+
+    def begin(self, first: int) -> None:
+        """Starts to export the steps that an earlier start has saved, and not exported. first: the step at which this start begins.
+
+        Raises InputError if a new run finds the folders of another one.
+        """
+        if self._config is None or jax.process_index() != 0:
+            return
+        path = Path(self._config.path)
+        others = [entry for entry in path.iterdir() if entry.name.isdecimal()] if first == 0 and path.is_dir() else []
+        if others:
+            remedy = "Name another folder, or remove what is in it"
+            raise InputError([f"{self._run.where('checkpoint.export.path')}: checkpoint.export.path: has {others[0]} already. {remedy}"])
+        for step in self._steps.listed():
+            # Its files may have changed since.
+            self._submit(step, lambda step=step: self._steps.read(step))
+
+    def saved(self, step: int) -> None:
+        """Starts to export a step that was saved just now, if it is due. Called by the first process."""
+        self._submit(step, lambda: manifest.read(self._steps.path(step)))
+
+    def held(self) -> set[int]:
+        """The steps whose checkpoints must stay."""
+        return {step for step, future in list(self._futures.items()) if not future.done()}
+
+    def poll(self) -> None:
+        """Records the exports that have ended."""
+        with contextlib.suppress(Empty):
+            while True:
+                name, ended, details = self._ended.get_nowait()
+                # Without a duration: it is no time of the run's own.
+                self._event(name, ended, 0.0, **details)
+
+    def finish(self) -> None:
+        """Returns when all exports have ended. Raises ExportError if that of the last step has failed."""
+        futures = list(self._futures.items())
+        wait([future for _, future in futures])
+        self.poll()
+        for step, future in futures:
+            error = future.exception()
+            if error is not None and step == self.num_steps:
+                again = f"The checkpoint is saved; the same command tries again, and so does jgt export {self._run.config.run.path} FOLDER"
+                raise ExportError(f"the model of step {step} could not be exported: {first_line(error)}. {again}") from error
+
+    def close(self) -> None:
+        """Ends the exports that are under way, which the next start begins again."""
+        self._is_closed.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _submit(self, step: int, read: Callable[[], manifest.Manifest]) -> None:
+        if not self.is_due(step) or step in self._futures or (folder := self._folder(step)).exists():
+            return
+        # After `close`, the next start does it.
+        with contextlib.suppress(RuntimeError):
+            self._futures[step] = self._pool.submit(self._export, step, folder, read)
+
+    def _folder(self, step: int) -> Path:
+        assert self._config is not None
+        return Path(self._config.path) / str(step)
+
+    def _export(self, step: int, folder: Path, read: Callable[[], manifest.Manifest]) -> None:
+        assert self._config is not None
+        begun = time.time()
+        try:
+            saved = SavedStep(folder=self._steps.path(step), manifest=read())
+            form = run_form(self._run, self._run.config.run.path, exported_shapes(saved))
+            write_export(form, saved, folder, dtype=self._config.dtype, max_file_bytes=_FILE_BYTES, check=self._check)
+        except _ClosedError:
+            pass
+        except Exception as error:
+            self._ended.put(("export_failed", time.time(), {"step": step, "why": first_line(error)}))
+            say(f"the model of step {step} could not be exported: {first_line(error)}")
+            raise
+        else:
+            self._ended.put(("export", time.time(), {"step": step, "path": str(folder), "took": round(time.time() - begun, 3)}))
+
+    def _check(self) -> None:
+        if self._is_closed.is_set():
+            raise _ClosedError

@@ -1,0 +1,87 @@
+"""Writing an export: the tensors come from a checkpoint, piece by piece, whatever mesh it was saved on.
+
+So an export needs neither the run's devices nor the memory for its model, and a run that trains is not disturbed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..checkpoint.manifest import ArrayEntry
+from ..checkpoint.pieces import Span, pieces
+from ..checkpoint.saved import SavedStep
+from ..weights.names import Shape, Source, tensors_of
+from ..weights.origin import DESCRIPTION
+from ..weights.safetensors import DTYPES
+from ..weights.writing import Piece, write_folder
+from .form import Form
+
+EXPORTED: Mapping[str, np.dtype[Any]] = {"f32": DTYPES["F32"], "bf16": DTYPES["BF16"]}
+_TORCH = {"f32": "float32", "bf16": "bfloat16"}
+
+
+def write_export(
+    form: Form, saved: SavedStep, folder: Path, *, dtype: str, max_file_bytes: int, check: Callable[[], None] = lambda: None
+) -> int:
+    """Writes the parameters of a checkpoint as a new folder. Returns the number of its tensors.
+
+    check: called before each piece; an error of it ends the export. Raises InputError if there is something at the path or the checkpoint
+    cannot be used, DiskError if it cannot be read, and OSError.
+    """
+    entries, num_replicas = _exported(saved)
+    shapes = exported_shapes(saved)
+    sources, kind = form.sources(shapes), EXPORTED[dtype]
+    tensors = tensors_of(sources, shapes)
+
+    def parts() -> Iterator[Piece]:
+        for path, source in sources.items():
+            for place, value in pieces(saved, entries[path], num_whole=num_replicas):
+                check()
+                part = (value.mean(axis=0, dtype=np.float32) if num_replicas else value).astype(kind, copy=False)
+                # Otherwise it would stay while the next one is read.
+                del value
+                yield from _tensor_parts(source, place[num_replicas:], part)
+                del part
+
+    text = json.dumps({**form.config, "torch_dtype": _TORCH[dtype]}, indent=2)
+    files: dict[str, bytes | Path] = {DESCRIPTION: text.encode() + b"\n", **form.files}
+    write_folder(folder, {name: (kind, shape) for name, shape in tensors.items()}, parts(), files=files, max_file_bytes=max_file_bytes)
+    return len(tensors)
+
+
+def exported_shapes(saved: SavedStep) -> dict[str, Shape]:
+    """The shapes of the parameters of a checkpoint, by path."""
+    entries, num_replicas = _exported(saved)
+    return {path: entry.shape[num_replicas:] for path, entry in entries.items()}
+
+
+def _exported(saved: SavedStep) -> tuple[dict[str, ArrayEntry], int]:
+    """The arrays of a checkpoint that are its model, by parameter, and the number of their first dims that count replicas.
+
+    The model is the one that is evaluated: the average of the parameters if there is one, and with phases those of the last exchange.
+    """
+    by_part: dict[str, dict[str, ArrayEntry]] = {}
+    for entry in saved.manifest.arrays:
+        part, _, path = entry.path.partition("/")
+        by_part.setdefault(part, {})[path] = entry
+    part = next(part for part in ("average", "anchor", "params") if part in by_part)
+    return by_part[part], int(part == "average" and "anchor" in by_part)
+
+
+def _tensor_parts(source: Source, place: Span, value: np.ndarray[Any, Any]) -> Iterator[Piece]:
+    """The parts of tensors that a part of a parameter is. place: the part's place in the parameter."""
+    stacked, inner = place[: source.num_stacked], place[source.num_stacked :]
+    outputs = np.asarray(source.outputs[inner[-1]])
+    # Where the next output of the parameter is not the next one of the tensor.
+    cuts = [0, *(np.flatnonzero(np.diff(outputs) != 1) + 1), len(outputs)]
+    for index in np.ndindex(*value.shape[: source.num_stacked]):
+        name = source.at([span.start + n for span, n in zip(stacked, index, strict=True)])
+        for begin, end in itertools.pairwise(cuts):
+            slices, part = (*inner[:-1], slice(int(outputs[begin]), int(outputs[end - 1]) + 1)), value[index][..., begin:end]
+            yield (name, slices[::-1], part.T) if source.is_transposed else (name, slices, part)

@@ -1,0 +1,175 @@
+"""A decoder's options written as the config.json of a family: the reverse of `readings`, for models that began from nothing.
+
+No family has a function of its own for it. All keys that families have for the model's options are written, each family reads them, and
+the first one that reads the very same model back is the model's. Its config.json has the keys that it has read. So a key that is written
+wrongly cannot describe another model: that family would not be found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jgt.document import InputError, Node, bind, shown
+
+from ..models.config import ModelConfig
+from ..models.options import RopeScaling
+from .described import Described, Keys, described_by
+from .families import FAMILIES, words
+
+_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
+# Keys that transformers' class of a family does not have, though `readings` would take them.
+_ONLY: Mapping[str, frozenset[str]] = {
+    "layer_types": words("ministral qwen2 qwen3 gemma2 gemma3_text olmo3 smollm3"),
+    "partial_rotary_factor": words("phi3 glm4 stablelm"),
+    "num_local_experts": words("mixtral"),
+    "num_experts": words("qwen3_moe"),
+    "original_max_position_embeddings": words("phi3"),
+    "head_dim": frozenset(FAMILIES) - words("gpt_neox stablelm gpt2"),
+    "num_key_value_heads": frozenset(FAMILIES) - words("gpt_neox gpt2"),
+    # Its layers with a window are not scaled.
+    "rope_scaling": frozenset(FAMILIES) - words("olmo3"),
+}
+_ALWAYS_WINDOWED = words("gemma2 gemma3_text")
+"""Families whose class needs the size of a window, even where no layer has one."""
+_TYPES = {True: "full_attention", False: "sliding_attention"}
+# Keys without effect on the function of a model with given weights.
+_SILENT = words("kind hf dtype fp8 attention")
+
+
+def described_as_family(config: ModelConfig, where: Callable[[str], str]) -> Described:
+    """The model as a published one. where: file and line of a key of the run. Raises InputError with the keys that no family can say."""
+    written = _written(config)
+    nearest: tuple[str, dict[str, Any]] | None = None
+    for name, family in FAMILIES.items():
+        keys = {key: value for key, value in written.items() if name in _ONLY.get(key, FAMILIES)}
+        if config.window is None and name in _ALWAYS_WINDOWED:
+            del keys["sliding_window"]
+        read = Keys(keys)
+        family.options(read)
+        values = {"model_type": name, "architectures": [family.architecture]} | {k: v for k, v in keys.items() if k in read.read}
+        # Without these, transformers takes ids of the published models.
+        values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        try:
+            described = described_by(values, Path("config.json"))
+        except InputError:
+            continue
+        different = differences(config, described)
+        if not different:
+            return described
+        if nearest is None or len(different) < len(nearest[1]):
+            nearest = name, different
+    assert nearest is not None
+    family, different = nearest
+    has, only = config_values(config), f"no family of published models has this beside the model's other options. {family} would have"
+    raise InputError(
+        [f"{where(f'model.{key}')}: model.{key}: {shown(has.get(key))}: {only} {shown(other)}" for key, other in different.items()]
+    )
+
+
+def differences(config: ModelConfig, described: Described) -> dict[str, Any]:
+    """The values of a published model that differ from a model's, by key."""
+    problems: list[str] = []
+    theirs: ModelConfig | None = bind(Node.of(dict(described.keys), "config.json", "model"), ModelConfig, problems)
+    if theirs is None:
+        raise InputError(problems)
+    ours, other = config_values(config), config_values(theirs)
+    return {key: other.get(key) for key in ours.keys() | other.keys() if not _equal(ours.get(key), other.get(key))}
+
+
+def config_values(config: ModelConfig) -> dict[str, Any]:
+    """The function of a model: its keys by full name, each with the value that it has where none is given."""
+    experts = config.experts
+    if experts is not None:
+        # How they are trained says nothing about their function, but a bias is one.
+        balance = "bias" if experts.balance == "bias" else "batch"
+        experts = replace(experts, ffn=experts.ffn or config.ffn_size, balance=balance, balance_rate=None, z_loss=0.0)
+    values = {name: value for name, value in vars(config).items() if name not in _SILENT}
+    values |= {"kv_heads": config.num_kv_heads, "head_dim": config.head_size, "ffn": _width(config), "biases": sorted(set(config.biases))}
+    values |= {"attention_scale": config.attention_scale or config.head_size**-0.5, "full_layers": sorted(set(config.full_layers))}
+    values["unrotated_layers"] = sorted(set(config.unrotated_layers))
+    if config.positions != "learned":
+        # Only a table of positions has a length.
+        del values["seq"]
+    if config.rope_scaling is None and config.window_theta == config.rope_theta:
+        values["window_theta"] = None
+    for name, part in (("experts", experts), ("rope_scaling", config.rope_scaling)):
+        if part is not None:
+            del values[name]
+            values |= {f"{name}.{field.name}": getattr(part, field.name) for field in dataclasses.fields(part)}
+    return values
+
+
+def _equal(one: Any, other: Any) -> bool:
+    # Some keys are written as another number: the inverse of a scale, for example.
+    return math.isclose(one, other, rel_tol=1e-12) if isinstance(one, float) and isinstance(other, float) else one == other
+
+
+def _width(config: ModelConfig) -> int:
+    experts = config.experts
+    return config.ffn_size if experts is None or experts.first_dense else experts.ffn or config.ffn_size
+
+
+def _written(c: ModelConfig) -> dict[str, Any]:
+    """All keys of all families for a model's options. A value of None is written as null."""
+    activation, has_window = _ACTIVATIONS[c.activation], c.window is not None
+    scale, scaling = c.attention_scale or c.head_size**-0.5, c.rope_scaling
+    eps = ("layer_norm_eps", "layer_norm_epsilon") if c.norm == "layer" else ("rms_norm_eps",)
+    values = {
+        **dict.fromkeys(("num_hidden_layers", "n_layer"), c.layers),
+        **dict.fromkeys(("hidden_size", "n_embd"), c.embed),
+        **dict.fromkeys(("num_attention_heads", "n_head"), c.heads),
+        **dict.fromkeys(("max_position_embeddings", "n_positions"), c.seq),
+        **dict.fromkeys(("intermediate_size", "n_inner"), _width(c)),
+        **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), activation),
+        **dict.fromkeys(("rotary_pct", "partial_rotary_factor"), c.rope_share),
+        **dict.fromkeys(("rope_theta", "rotary_emb_base"), c.rope_theta),
+        **dict.fromkeys(eps, c.norm_eps),
+        "num_key_value_heads": c.num_kv_heads,
+        "head_dim": c.head_size,
+        "vocab_size": c.vocab,
+        "tie_word_embeddings": c.tied,
+        "rope_local_base_freq": c.window_theta or c.rope_theta,
+        "attention_bias": "qkv" in c.biases,
+        "use_qkv_bias": "qkv" in c.biases,
+        "mlp_bias": "mlp" in c.biases,
+        "use_parallel_residual": c.parallel is not None,
+        "sliding_window": c.window,
+        "use_sliding_window": has_window,
+        "layer_types": [_TYPES[not has_window or n in c.full_layers] for n in range(c.layers)],
+        "no_rope_layers": [int(n not in c.unrotated_layers) for n in range(c.layers)],
+        "attn_logit_softcapping": c.attention_softcap,
+        "final_logit_softcapping": c.logits_softcap,
+        "query_pre_attn_scalar": _whole(scale**-2),
+        "attention_multiplier": scale,
+        "embedding_multiplier": c.embed_scale,
+        "residual_multiplier": c.residual_scale,
+        "logits_scaling": 1 / c.logits_scale,
+    }
+    if c.experts is not None:
+        values |= dict.fromkeys(("num_local_experts", "num_experts"), c.experts.count) | {"num_experts_per_tok": c.experts.choose}
+        values |= {"moe_intermediate_size": c.experts.ffn or c.ffn_size, "norm_topk_prob": True}
+    if scaling is not None:
+        values["rope_scaling"] = _scaling(scaling)
+        values["original_max_position_embeddings"] = scaling.original if scaling.kind == "longrope" else None
+    return values
+
+
+def _scaling(scaling: RopeScaling) -> dict[str, Any]:
+    names = {"factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor", "original": "original_max_position_embeddings"}
+    names |= {"short": "short_factor", "long": "long_factor", "magnitude": "attention_factor"}
+    default = RopeScaling()
+    told = {"llama3": ("low", "high", "original"), "longrope": ("original",), "linear": ()}[scaling.kind]
+    given = {name: getattr(scaling, name) for name in names}
+    kept = {name: value for name, value in given.items() if name in ("factor", *told) or value != getattr(default, name)}
+    values = {names[name]: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+    return {"rope_type": scaling.kind, **values}
+
+
+def _whole(value: float) -> float:
+    """A number that is whole but for rounding, as a whole number."""
+    return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value

@@ -1,0 +1,63 @@
+"""What a run keeps of the published model that it began from: its config.json and the files of its tokenizer, in the run directory.
+
+An export needs them, and the folder of the model may be gone by then. They are copied when the run begins, and are small: the tensors stay
+where they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from jgt.document import InputError
+
+from ..checkpoint.disk import sync_tree
+from ..checkpoint.steps import remove
+from .families import words
+from .foreign import inside
+
+ORIGIN = "origin"
+"""The folder in a run directory."""
+DESCRIPTION, _TOKENIZER = "config.json", "tokenizer.json"
+_OTHERS = words(
+    f"generation_config.json {_TOKENIZER} tokenizer_config.json special_tokens_map.json tokenizer.model vocab.json merges.txt "
+    "added_tokens.json chat_template.jinja"
+)
+_MOST_BYTES = 1 << 28
+
+
+def keep_origin(run_folder: Path, hf: str | None, tokenizer: str | None) -> None:
+    """Copies the small files of the model `hf`, and the tokenizer.json that a run reads, unless an earlier start has. Raises OSError."""
+    target = run_folder / ORIGIN
+    if os.path.lexists(target):
+        return
+    files = origin_files(None if hf is None else Path(hf), tokenizer)
+    if not files:
+        return
+    new = target.with_name(f"{ORIGIN}.new")
+    remove(new)
+    new.mkdir()
+    for name, file in files.items():
+        (new / name).write_bytes(file.read_bytes())
+    sync_tree(new)
+    new.rename(target)
+
+
+def origin_files(path: Path | None, tokenizer: str | None = None) -> Mapping[str, Path]:
+    """The small files of a published model, by name.
+
+    path: its folder, or its config.json. tokenizer: a tokenizer.json, whose folder goes before. Raises InputError or OSError.
+    """
+    files: dict[str, Path] = {}
+    if path is not None and path.suffix == ".json":
+        files[DESCRIPTION], path = path, None
+    beside = None if tokenizer is None or not tokenizer.endswith(".json") else Path(tokenizer)
+    for folder, names in ((path, {DESCRIPTION, *_OTHERS}), (beside and beside.parent, _OTHERS)):
+        if folder is not None:
+            files |= {name: inside(folder, name) for name in sorted(names) if os.path.lexists(folder / name)}
+    if beside is not None:
+        files[_TOKENIZER] = beside
+    if large := [file for file in files.values() if file.stat().st_size > _MOST_BYTES]:
+        raise InputError([f"{file}: is larger than {_MOST_BYTES:,} bytes, which no such file is" for file in large])
+    return files
