@@ -46,7 +46,8 @@ class Case:
 
     target: Target
     hosts: Sequence[int]
-    timeline: Timeline
+    module: Module
+    mesh: Mapping[str, int]
     published: float
     model_flops: float
     fits: bool
@@ -56,7 +57,8 @@ class Case:
     def seconds(self, constants: Figures | None = None) -> float:
         """The predicted step; without constants, by those of the chip file."""
         chip = self.target.chip if constants is None else chip_with(self.target.chip, constants)
-        return self.timeline.on(replace(self.target, chip=chip).network(self.hosts)).step().seconds
+        network = replace(self.target, chip=chip).network(self.hosts)
+        return Timeline(self.module, self.mesh, len(self.hosts), network).step().seconds
 
 
 def compiled(name: str, folder: Path) -> tuple[dict[str, Any], str]:
@@ -83,7 +85,8 @@ def case_of(name: str, folder: Path) -> Case:
     return Case(
         target=target,
         hosts=facts["hosts"],
-        timeline=Timeline(Module.parse(text), facts["mesh"], len(facts["hosts"]), None),
+        module=Module.parse(text),
+        mesh=facts["mesh"],
         published=row.step_s,
         model_flops=facts["model_flops"],
         fits=facts["fits"],

@@ -12,18 +12,16 @@ Invariant: the seconds of a walk are its kernels' seconds plus its exposed secon
 from __future__ import annotations
 
 import collections
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from jgt.command.console import axes_text
 from jgt.planner.hardware.network import Network
 from jgt.planner.hlo.collectives import is_collective, pieces, wire_bytes
 from jgt.planner.hlo.graph import branch_shares
-from jgt.planner.hlo.groups import Groups, participants_of
+from jgt.planner.hlo.groups import participants_of
 from jgt.planner.hlo.instruction import COLLECTIVES, HOST_SPACE, Instruction
-from jgt.planner.hlo.kernels import KernelCost, is_kernel, kernel_cost
+from jgt.planner.hlo.kernels import is_kernel, kernel_cost
 from jgt.planner.hlo.origin import NONE, Origin, origin_at, origin_of
 from jgt.planner.hlo.text import Computation, Module, Spot
 from jgt.planner.hlo.trips import trip_count
@@ -56,23 +54,6 @@ class _Run:
         self.track.add(Span(lane=lane, start=start, end=end, kind=kind, signal=origin.signal, phase=origin.phase, trips=trips), loop)
 
 
-class _Kernel(NamedTuple):
-    """A kernel in the text. useful: the share of its runs whose results are used."""
-
-    cost: KernelCost
-    origin: Origin
-    useful: float
-
-
-class _Sent(NamedTuple):
-    """A collective in the text. num_bytes: the bytes that a device sends."""
-
-    groups: Groups
-    axes: tuple[str, ...]
-    num_bytes: int
-    origin: Origin
-
-
 class Timeline:
     """A compiled program on a network. Without a network (on CPU) only FLOPs and bytes are counted, and all times are 0."""
 
@@ -82,15 +63,6 @@ class Timeline:
         self._walks: dict[str, Walk] = {}
         self.tracks: dict[str, Track] = {}
         """The timeline of each computation, by its name."""
-        # The text is the same on all networks.
-        self._kernels: dict[str, _Kernel] = {}
-        self._collectives: dict[str, _Sent] = {}
-
-    def on(self, network: Network) -> Timeline:
-        """The same program on another network. What was read from its text is not read again."""
-        other = copy.copy(self)
-        other._network, other._walks, other.tracks = network, {}, {}
-        return other
 
     def step(self, temp_bytes: int = 0) -> Walk:
         """The whole program. temp_bytes: the temporary memory of a run, which some devices take time to get."""
@@ -127,17 +99,14 @@ class Timeline:
         return run.walk
 
     def _send(self, run: _Run, spot: Spot, collective: Instruction) -> None:
-        if spot.name not in self._collectives:
-            span = participants_of(collective, self._mesh, self._num_devices)
-            # Arrays that XLA combined into one collective are counted one by one, as in the table of collectives.
-            parts = pieces(self._module, spot.computation, collective)
-            num_bytes = sum(wire_bytes(collective.kind, piece.array.num_bytes, span.size) for piece in parts)
-            self._collectives[spot.name] = _Sent(span.groups, span.axes, num_bytes, origin_at(self._module, spot))
-        sent = self._collectives[spot.name]
-        seconds = 0.0 if self._network is None else self._network.seconds(sent.groups, sent.num_bytes, collective.kind)
-        run.walk.links[sent.axes] += seconds
-        run.walk.costs[sent.origin].roofline[axes_text(sent.axes)] += seconds
-        run.occupy(spot.name, seconds, sent.axes, sent.origin)
+        span, origin = participants_of(collective, self._mesh, self._num_devices), origin_at(self._module, spot)
+        # Arrays that XLA combined into one collective are counted one by one, as in the table of collectives.
+        parts = pieces(self._module, spot.computation, collective)
+        num_bytes = sum(wire_bytes(collective.kind, piece.array.num_bytes, span.size) for piece in parts)
+        seconds = 0.0 if self._network is None else self._network.seconds(span.groups, num_bytes, collective.kind)
+        run.walk.links[span.axes] += seconds
+        run.walk.costs[origin].roofline[axes_text(span.axes)] += seconds
+        run.occupy(spot.name, seconds, span.axes, origin)
         # A synchronous collective ends before the next instruction begins.
         if not collective.op.endswith("-start"):
             self._wait(run, spot)
@@ -193,10 +162,8 @@ class Timeline:
 
     def _compute(self, run: _Run, computation: Computation, spot: Spot, instruction: Instruction) -> None:
         # Kernels of a stream run one after another, so their seconds add up.
-        if spot.name not in self._kernels:
-            work = kernel_cost(self._module, computation, instruction)
-            self._kernels[spot.name] = _Kernel(work, origin_at(self._module, spot), float(useful_share(instruction.op_name)))
-        work, origin, useful = self._kernels[spot.name]
+        work, origin = kernel_cost(self._module, computation, instruction), origin_at(self._module, spot)
+        useful = float(useful_share(instruction.op_name))
         cost = run.walk.costs[origin]
         cost.flops += work.flops
         cost.hbm_bytes += work.num_bytes

@@ -266,9 +266,8 @@ ENTRY %main (on: pred[], x: f32[8,8]) -> f32[8,8] {{
 
 
 def test_temporary_memory_takes_time_where_each_run_gets_it_anew():
-    program = Timeline(
-        Module.parse("HloModule step\n\nENTRY %main () -> (s32[]) {\n  ROOT %t = (s32[]) tuple()\n}\n"), MESH, 8, hosts(1, SHARED)
-    )
+    module = Module.parse("HloModule step\n\nENTRY %main () -> (s32[]) {\n  ROOT %t = (s32[]) tuple()\n}\n")
+    program = Timeline(module, MESH, 8, hosts(1, SHARED))
     assert program.step(50).seconds == pytest.approx(50)
     assert program.step(50).parts["memory"] == pytest.approx(50)
-    assert program.on(ONE_HOST).step(50).seconds == 0
+    assert Timeline(module, MESH, 8, ONE_HOST).step(50).seconds == 0
