@@ -175,6 +175,3 @@ class WholeProgram:
                         f"{jx.source_of(equation)}: a sum of random numbers over the whole batch is needed "
                         "besides those that the microbatches draw, which differ. Draw them outside and pass them as an input"
                     )
-
-    def _draws_rows(self, equation: Equation) -> bool:
-        return any(self.growth.of(var).rows for var in random_draws(equation))

@@ -34,8 +34,7 @@ from jgt.planner.needs.usage import usage_of
 from jgt.planner.panels import Panel, panels
 from jgt.planner.signals import SignalRow, located, signal_rows
 from jgt.planner.speed import PipelineSchedule, Speed, Workload, speed_of
-from jgt.planner.timeline import Timeline
-from jgt.planner.walk import PARTS
+from jgt.planner.timeline import PARTS, Timeline
 from jgt.program.scopes import PIPELINE, possible_rounds
 from jgt.rules import Rules
 from jgt.sharding.checks import RulesLike, as_rules

@@ -16,7 +16,7 @@ from jgt.planner.hlo.collectives import Collective
 from jgt.planner.hlo.origin import NONE, full_signal
 from jgt.planner.layouts import Parameter
 from jgt.planner.memory import Memory
-from jgt.planner.walk import Cost, Walk
+from jgt.planner.timeline import Cost, Walk
 from jgt.rules import Rules
 
 PIPELINE_SIGNAL = "pipeline"

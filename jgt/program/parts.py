@@ -48,11 +48,6 @@ class Part:
         """The outputs for values of the inputs, in order."""
         return jx.evaluate(self.program, [*values, *self.consts])
 
-    def run(self, known: Mapping[Var, ArrayLike]) -> dict[Var, jax.Array]:
-        """The outputs by variable, from known values by variable."""
-        values = self([known[var] for var in self.inputs])
-        return {var: value for var, value in zip(self.outputs, values, strict=True) if jx.is_var(var)}
-
 
 def flatten(program: Program, dissolve: Callable[[Equation], bool] = jx.is_call) -> Flat:
     """The program with every equation that `dissolve` selects replaced by the equations inside it. Signals are kept."""

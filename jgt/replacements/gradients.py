@@ -45,13 +45,19 @@ def sum_of_groups(x: jax.Array, groups: Sequence[int]) -> jax.Array:
 
     The last axis comes first: rules name the axes that split parameters last, and after such an axis less is left to send over the others.
     """
-    rank = x.ndim - 1
-    x = x.reshape(*groups or (1,), *x.shape[1:])
-    for last in reversed(range(x.ndim - rank)):
+    return sum_of_parts(x.reshape(*groups or (1,), *x.shape[1:]), len(groups or (1,)))
+
+
+def sum_of_parts(x: jax.Array, num_axes: int) -> jax.Array:
+    """The sum over the first dims of an array, in its type, one mesh axis after the other.
+
+    Of a sum over several axes at once, XLA makes an all-reduce, even if the result is split over one of them.
+    """
+    for dim in reversed(range(num_axes)):
         # Not by jnp.sum, which would widen bf16 to f32.
-        x = jax.lax.reduce(x, x.dtype.type(0), jax.lax.add, (last,))
+        x = jax.lax.reduce_sum(x, [dim])
         # Or XLA would make one sum of all.
-        x = jax.lax.optimization_barrier(x) if last else x
+        x = cast(jax.Array, jax.lax.optimization_barrier(x)) if dim else x
     return x
 
 

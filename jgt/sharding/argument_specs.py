@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import jax
@@ -57,16 +58,9 @@ def parameter_specs(params: Sequence[Named], program: Program, rules: Rules, sit
         pads = site.pads and not any(map(site.is_in_stage, use.signals)) and all(isinstance(cast(object, size), int) for size in x.shape)
         own = [*match.problems, *_parameter_problems(match, name, x.shape, use, rules, replace(site, pads=pads))]
         dims = ((),) * len(x.shape) if match.rule is None else match.rule.dims(len(x.shape), use.sliced)
-
-        def fits(rule: SpecRule, shape: tuple[int, ...] = x.shape, use: Use = use) -> bool:
-            return _fits(rule, shape, use, site)
-
-        def fits_padded(rule: SpecRule, shape: tuple[int, ...] = x.shape, use: Use = use) -> bool:
-            return rule.fits(len(shape) - len(use.sliced))
-
-        state = match_optimizer(rules, name, use.signals, fits)
+        state = match_optimizer(rules, name, use.signals, partial(_fits, shape=x.shape, use=use, site=site))
         if state.rule is None and pads:
-            state = match_optimizer(rules, name, use.signals, fits_padded)
+            state = match_optimizer(rules, name, use.signals, partial(SpecRule.fits, rank=len(x.shape) - len(use.sliced)))
         state_dims = dims if state.rule is None else state.rule.dims(len(x.shape), use.sliced)
         if pads and state_dims != dims:
             state_dims = _of_state(state_dims, x.shape, use, site)

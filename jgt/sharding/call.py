@@ -24,13 +24,7 @@ from jgt.program.reads import narrow_reads
 from jgt.replacements.replacement import Replacement
 from jgt.rules import Rules, Seen, unreached
 from jgt.sharding.answers import Answers
-from jgt.sharding.argument_specs import (
-    ArgumentSpecs,
-    check_aliases,
-    input_specs,
-    parameter_specs,
-    uneven_sizes,
-)
+from jgt.sharding.argument_specs import ArgumentSpecs, check_aliases, input_specs, parameter_specs, uneven_sizes
 from jgt.sharding.arguments import Arguments, Traced
 from jgt.sharding.placement import Placement, Surroundings
 from jgt.sharding.rewrite import rewrite

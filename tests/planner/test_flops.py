@@ -12,7 +12,7 @@ from jgt.planner.described import described
 from jgt.planner.flops import Flops, flops
 from jgt.planner.hlo.origin import Origin
 from jgt.planner.signals import signal_rows
-from jgt.planner.walk import Cost, Walk
+from jgt.planner.timeline import Cost, Walk
 from train.config import load
 from train.setup import prepare
 

@@ -24,10 +24,7 @@ from ..code.files import Code, read_code
 from ..code.names import name_problem, object_name
 from ..data.config import path_problems
 from ..models.config import ModelConfig
-from ..sections import (
-    logger_problem,
-    missing_loggers,
-)
+from ..sections import logger_problem, missing_loggers
 from ..sync.config import SyncConfig
 from ..weights.described import with_published
 from .config import OWN, Config, Run

@@ -23,10 +23,9 @@ from typing import Any
 
 from jgt.document import InputError
 
-from .events import Event, StartSummary, find_starts, read_events
+from .events import Event, StartSummary, Stragglers, find_starts, find_stragglers, read_events
 from .loads import Loads
 from .rows import read_config
-from .stragglers import Stragglers, find_stragglers
 
 CAUSES: Mapping[str, str] = {
     "steps": "steps that count",

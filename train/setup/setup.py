@@ -21,7 +21,7 @@ from ..step.optimizer import MakeOptimizer, Settings, settings_of_step
 from ..step.state import State
 from ..step.step import make_eval_step, make_train_step
 from ..step.update import update_all, update_in_turn
-from ..sync.exchanges import ExchangePrograms, Exchanges
+from ..sync.phases import ExchangePrograms, Exchanges
 from .program import ModelProgram, rows_of
 from .state import COMPILED_ONCE, StateLayout
 

@@ -6,6 +6,9 @@ Each row of x goes through k of the experts, and the results, times their scales
 program it is one equation (`jgt.replacements.device_plan`), which runs this meaning as long as nothing replaces it, and keeps the model's
 function: `jgt.replacements.experts.experts` traces it again for the rows and the experts of one device.
 
+The derivative of a gather is a scatter, which adds rows one by one because it cannot know that no two of them meet. Here they don't: rows
+are permuted, and the inverse permutation is at hand. So both directions are gathers: forward by the one, backward by the other.
+
 n stands for a number of rows, d and d' for their widths, k for the choices of a row.
 """
 
@@ -23,7 +26,6 @@ from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.replacements.device_plan import DevicePlan, run_on_devices
 from jgt.replacements.experts.grouped import with_grouped_matmuls
-from jgt.replacements.experts.permutation import results_by_choice, rows_by_expert, sorted_by_expert, weighted_sum
 
 # The line of a call of experts is the model's.
 jx.exclude_lines(Path(__file__).parent)
@@ -66,8 +68,8 @@ class ExpertCall(DevicePlan):
         *leaves, x, choice, scale = arrays
         num_choices = choice.shape[-1]
         order, place, sizes = sorted_by_expert(choice, leaves[0].shape[0])
-        rows = rows_by_expert(x.reshape(-1, x.shape[-1]), order, place, num_choices)
-        results = results_by_choice(self.run(leaves, rows, sizes), order, place)
+        rows = rows_at(x.reshape(-1, x.shape[-1]), order, place, num_choices)
+        results = rows_at(self.run(leaves, rows, sizes), place, order)
         # Scales are f32 beside rows of bf16: the sum is rounded once.
         y = weighted_sum(results.reshape(-1, num_choices, results.shape[-1]), scale.reshape(-1, num_choices))
         return [y.reshape(*x.shape[:-1], y.shape[-1])]
@@ -127,3 +129,49 @@ def _check_function(call: ExpertCall, leaves: Sequence[jax.Array], x: jax.Array)
     (result,) = program.out_avals
     if getattr(result, "shape", ())[:1] != (8,) or len(result.shape) != 2:
         raise ValueError(f"{name} returns {list(result.shape)} for 8 rows. It has to return a row [d'] for each row [d]")
+
+
+def sorted_by_expert(choice: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The order of all choices [..., k] by expert [n], the place of each choice in it [n], and the choices of each expert [experts]."""
+    flat = choice.reshape(-1).astype(jnp.int32)
+    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
+    return order, inverse(order), counts_of(flat, num_experts)
+
+
+def inverse(order: jax.Array) -> jax.Array:
+    """The inverse of a permutation [n]."""
+    return jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+
+
+def counts_of(flat: jax.Array, num_experts: int) -> jax.Array:
+    """The count of each number below `num_experts` in [n]; others do not count."""
+    return jnp.zeros((num_experts,), jnp.int32).at[flat].add(1, mode="drop")
+
+
+def rows_at(x: jax.Array, numbers: jax.Array, places: jax.Array, num_choices: int = 1) -> jax.Array:
+    """The rows of x [n, d] that choices [n · k] belong to, by their numbers, a permutation whose inverse is `places`."""
+
+    def taken(x: jax.Array, numbers: jax.Array) -> jax.Array:
+        return x[numbers if num_choices == 1 else numbers // num_choices]
+
+    @jax.custom_vjp
+    def take(x: jax.Array, numbers: jax.Array, places: jax.Array) -> jax.Array:
+        return taken(x, numbers)
+
+    def forward(x: jax.Array, numbers: jax.Array, places: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return taken(x, numbers), places
+
+    def backward(places: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, None, None]:
+        rows = cotangent[places]
+        if num_choices > 1:
+            rows = jnp.sum(rows.reshape(-1, num_choices, rows.shape[-1]), axis=1, dtype=jnp.float32).astype(rows.dtype)
+        return rows, None, None
+
+    take.defvjp(forward, backward)
+    return cast(jax.Array, take(x, numbers, places))
+
+
+def weighted_sum(results: jax.Array, scale: Any) -> jax.Array:
+    """The sum of results [n, k, d], times scale [n, k], in their type."""
+    total = jnp.einsum("nkd,nk->nd", results, scale.astype(results.dtype), preferred_element_type=jnp.float32)
+    return total.astype(results.dtype)

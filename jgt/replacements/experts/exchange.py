@@ -1,6 +1,6 @@
 """The exchange of rows on a mesh: the device plans that take the place of a call of `experts`, forward and backward.
 
-Rows of the batch are split over some mesh axes, one of which may hold the experts. Each device runs the program of `rounds`.
+Rows of the batch are split over some mesh axes, one of which may hold the experts. Each device runs the program of `dispatch`.
 
 The gradient of the weights is a sum over all rows. Along the axes that do not hold experts, each device computes this sum for its own rows
 only. The plan returns these partial sums as [parts of an axis, ..., experts, ...]. They are added up outside of the plan, where the
@@ -25,8 +25,8 @@ from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.replacements.device_plan import DevicePlan, OfReplicas, SentBytes, plan_of, run_on_devices
 from jgt.replacements.experts.call import ExpertCall
-from jgt.replacements.experts.dispatch import AllToAll, LocalRows, capacity_of
-from jgt.replacements.experts.rounds import Dispatch, run_backward, run_forward
+from jgt.replacements.experts.dispatch import AllToAll, Dispatch, LocalRows, capacity_of, run_backward, run_forward
+from jgt.replacements.gradients import sum_of_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,16 +204,6 @@ class Backward(_Direction):
         return self._sent(equation, bytes_of, [x, cotangent, x], scales=2)
 
 
-def _sum_of_parts(parts: jax.Array, num_axes: int) -> jax.Array:
-    # Axis by axis: of a sum over several axes at once, XLA makes an all-reduce, even if the parameter is split over one of them.
-    for dim in reversed(range(num_axes)):
-        # In the type of the weights, as gradients of other matrices: jnp.sum would send f32.
-        parts = jax.lax.reduce_sum(parts, [dim])
-        # XLA would make one sum of two.
-        parts = cast(jax.Array, jax.lax.optimization_barrier(parts)) if dim else parts
-    return parts
-
-
 def run_on(call: ExpertCall, exchange: Exchange, mesh: Mesh | AbstractMesh | None, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """The call's result on a mesh, with a derivative that runs on it, too."""
     ranks = tuple(x.ndim for x in operands[:-3])
@@ -229,7 +219,7 @@ def run_on(call: ExpertCall, exchange: Exchange, mesh: Mesh | AbstractMesh | Non
 
     def backward(operands: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[Any, ...]:
         *by_weights, by_x, by_scale = run_on_devices(behind, mesh, *operands, cotangent)
-        return *(_sum_of_parts(parts, len(exchange.parts)) for parts in by_weights), by_x, None, by_scale
+        return *(sum_of_parts(parts, len(exchange.parts)) for parts in by_weights), by_x, None, by_scale
 
     run.defvjp(forward, backward)
     return [run(*operands)]

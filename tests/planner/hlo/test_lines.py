@@ -6,7 +6,7 @@ import pytest
 
 import jgt.planner.compiled
 import jgt.signal
-from jgt.planner.hlo.lines import Lines
+from jgt.planner.hlo.text import Lines
 
 PLANNER, JGT = jgt.planner.compiled.__file__, jgt.signal.__file__
 PACKAGE, USER = "/venv/lib/site-packages/flax/nnx/module.py", "/elsewhere/model.py"
