@@ -25,10 +25,11 @@ from benchmarks.measure import Stepper
 from train.checkpoint import checkpoint
 from train.checkpoint.checkpoint import Checkpoints
 from train.config import load
+from train.processes.config import WatchdogConfig
 from train.processes.watch import Watch
 from train.run.start import Feed
 from train.run.train import open_run
-from train.sections import CheckpointConfig, WatchdogConfig
+from train.sections import CheckpointConfig
 from train.step.state import State
 
 _ARRAYS = 24

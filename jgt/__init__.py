@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from jgt.replacements.replicas import Replicas as Replicas
     from jgt.rules import Rules, load_rules, make_rules
     from jgt.rules.schema import file_schemas as file_schemas
-    from jgt.sharding.paths import path_text as path_text
+    from jgt.sharding.inputs import path_text as path_text
     from jgt.sharding.placement import Placement
     from jgt.sharding.sharded import Sharded as Sharded
     from jgt.sharding.storage import Storage as Storage
@@ -62,7 +62,7 @@ _NAMES = {
     "jgt.replacements.replicas": ("Replicas",),
     "jgt.rules": ("Rules", "load_rules", "make_rules"),
     "jgt.rules.schema": ("file_schemas",),
-    "jgt.sharding.paths": ("path_text",),
+    "jgt.sharding.inputs": ("path_text",),
     "jgt.sharding.placement": ("Placement",),
     "jgt.sharding.sharded": ("Sharded",),
     "jgt.sharding.storage": ("Storage",),

@@ -1,4 +1,4 @@
-"""What a process and its terminal say to each other: the values of flags, lines on stderr, and exit codes.
+"""Reads the values of flags, writes lines on stderr, and names the exit codes of processes.
 
 Everything here is needed before JAX may be imported, and by programs that never import it, such as the launcher.
 """

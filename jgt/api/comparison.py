@@ -18,7 +18,7 @@ from jgt.program import jaxpr as jx
 from jgt.rules import match_out, match_tensor
 from jgt.sharding.arguments import Arguments
 from jgt.sharding.call import PlannedCall
-from jgt.sharding.paths import named_leaves, path_text
+from jgt.sharding.inputs import named_leaves, path_text
 
 _SMALLEST = 1e-3
 """An array whose numbers are below this share of the largest array's is compared with that share: it may be zero but for rounding."""

@@ -36,8 +36,8 @@ from jgt.planner.hlo.text import Module
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Program
 from jgt.program.retarget import jit_call_of, meshes_in, replace_mesh
+from jgt.sharding.inputs import path_text
 from jgt.sharding.partitioner import Avoided, avoided_faults
-from jgt.sharding.paths import path_text
 
 _WITHOUT_GPU = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "false"}
 """Autotuning runs candidate kernels on the GPU, and here there may be none. Triton's matmuls need it to choose their tiles."""

@@ -1,8 +1,8 @@
-"""The type in which a program reads each of its arguments: the narrower one that it casts to wherever it reads it.
+"""Finds the type in which a program reads each of its arguments, which may be narrower than theirs: the one that it casts to everywhere.
 
 Models keep parameters in f32 and cast them to bf16 for a matmul. Such a parameter may be cast before it travels: the program
 computes the same from fewer bytes. That is so only if no equation reads the wide value, which the traced program shows. Its gradient
-is another question: of a value that is read twice, it is a sum, and in the narrow type the sum would be rounded.
+is another question: where a value is read twice, it is a sum, and in the narrow type the sum would be rounded.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _NEEDS: Mapping[Kind, tuple[tuple[Kind, int, int], ...]] = {
     "B": (("B", 1, 1), ("F", 0, 0)),
     "W": (("B", 0, 0),),
 }
-"""What an item of each kind waits for: (kind, offset of its chunk, ticks until the result arrives)."""
+"""The items that an item of each kind waits for, as (kind, offset of its chunk, ticks until the result arrives)."""
 
 _VERBS: Mapping[Kind, str] = {"F": "runs forward on", "B": "runs backward on", "W": "gets the weight gradients of"}
 

@@ -26,8 +26,7 @@ from jgt.program.jaxpr import Program
 from jgt.program.uses import Use, parameter_uses
 from jgt.replacements.replacement import ParameterPlace
 from jgt.rules import Match, Rules, SpecRule, match_optimizer, match_param, misfits
-from jgt.sharding.inputs import Input
-from jgt.sharding.paths import Named, path_text
+from jgt.sharding.inputs import Input, Named, path_text
 from jgt.sharding.placement import Surroundings
 
 

@@ -22,8 +22,7 @@ import numpy as np
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import unchanged_arguments
 from jgt.program.places import mesh_around, trace_context
-from jgt.sharding.inputs import Input, Signature
-from jgt.sharding.paths import KeyPath, Named, named_leaves, path_text
+from jgt.sharding.inputs import Input, KeyPath, Named, Signature, named_leaves, path_text
 from jgt.sharding.variables import Variables, is_parameter
 
 # A scalar of numpy is an array of rank 0. A number of Python is a constant of the program.

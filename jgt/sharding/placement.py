@@ -19,9 +19,8 @@ from jgt.program.dims import Dims, even_dims, partition_spec
 from jgt.program.places import mesh_around, vmapped_axes
 from jgt.replacements.replacement import ParameterPlace
 from jgt.rules import Rules, SpecRule
-from jgt.sharding.inputs import Signature
+from jgt.sharding.inputs import KeyPath, Signature, named_leaves, path_text
 from jgt.sharding.matrices import on_whole_matrices
-from jgt.sharding.paths import KeyPath, named_leaves, path_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -99,7 +99,7 @@ class _Rewriter:
         # On one device there is nothing to lay out.
         self.constrains = applies and site.mesh.size > 1
         self.layouts: dict[Var, tuple[NamedSharding, NamedSharding]] = {}
-        """Of arguments that are pinned, and of their cotangents."""
+        """The shardings of pinned arguments and of their cotangents."""
         self.answers = Answers(rules, site)
         # Tensors that a rule makes whole and that a replacement takes in parts.
         self._split: set[Var] = set()

@@ -32,7 +32,7 @@ from jgt.program import scopes
 from jgt.program.dims import Dims, even_dims, num_parts, partition_spec
 from jgt.program.reads import Read
 from jgt.replacements.replacement import ParameterPlace
-from jgt.sharding.paths import KeyPath, path_text
+from jgt.sharding.inputs import KeyPath, path_text
 from jgt.sharding.placement import Placement
 
 

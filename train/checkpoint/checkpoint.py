@@ -40,7 +40,7 @@ from .signature import read_key
 from .steps import Steps
 
 _KEPT = 3
-"""How many steps remain where `checkpoint.keep` does not say it, if they have room."""
+"""The number of steps that remain where `checkpoint.keep` does not say it, if they have room."""
 _CHUNK_BYTES = 1 << 24
 """A shard is stored in parts of this size, so that whoever reads a part of an array (`pieces.py`) needs little memory."""
 _ROOM = 1.1

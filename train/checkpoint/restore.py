@@ -59,7 +59,7 @@ def restore_params(saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool 
 
 
 def without_keys(shapes: Any, tree: Any) -> Any:
-    """A model's variables without its random keys. shapes: of the variables, nested dicts; tree: their values, or shardings."""
+    """A model's variables without its random keys. shapes: their shapes, in nested dicts; tree: their values, or shardings."""
     if not isinstance(shapes, Mapping):
         return tree
     kept = {name: without_keys(x, tree[name]) for name, x in shapes.items() if isinstance(x, Mapping) or x.dtype != _KEYS}

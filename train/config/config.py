@@ -13,6 +13,7 @@ from ..code.files import Code
 from ..code.names import is_name
 from ..data.config import DataConfig, OwnData
 from ..models.config import ModelConfig, OwnModel
+from ..processes.config import WatchdogConfig
 from ..sections import (
     OTHER_WORDS,
     CheckpointConfig,
@@ -22,7 +23,6 @@ from ..sections import (
     RunConfig,
     SampleConfig,
     TrainConfig,
-    WatchdogConfig,
     XlaConfig,
 )
 from ..step.config import OptimizerConfig, OwnOptimizer

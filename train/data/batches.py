@@ -58,7 +58,7 @@ class Data:
     end: int | None = None
     """The token that ends a document; None if documents are not masked from each other."""
     element: Mapping[str, jax.ShapeDtypeStruct] | None = None
-    """Of data of the user's own: the arrays of one row."""
+    """The arrays of one row, for data of the user's own."""
     pads: bool = True
     """Whether a row of padding has no weight, so that the last batch of an evaluation may have some."""
     _stack: Stack

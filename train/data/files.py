@@ -75,7 +75,7 @@ class Finder:
         return FileSet(root=Path(os.path.commonpath([p.parent for p in matches])) if matches else Path(), paths=tuple(matches))
 
     def below(self, root: str, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
-        """What is below a folder and no folder itself, except in hidden and `skipped` folders."""
+        """Everything below a folder that is no folder itself, except in hidden and `skipped` folders."""
         return (Path(folder, name) for folder, names in self._walk(root, skipped) for name in names)
 
     def _walk(self, root: str, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[str, list[str]]]:

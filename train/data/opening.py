@@ -34,8 +34,8 @@ def open_data(
 ) -> Data:
     """Opens every file, checks every token against `vocab`, and sets the evaluation split apart.
 
-    seq: tokens in a row of a batch; seed: of the order; cache_dir: the folder for encoded text. where(key): file and line of a dotted key,
-    for messages. Raises InputError with all problems.
+    seq: tokens in a row of a batch; seed: the seed of the order; cache_dir: the folder for encoded text.
+    where(key): file and line of a dotted key, for messages. Raises InputError with all problems.
     """
     remove_leftovers(cache_dir)
     _raise_any([(f"data.{key}", f"data.{key}: {message}") for key, message in path_problems(config)], where)

@@ -20,7 +20,7 @@ _PIECE_BYTES = 1 << 12
 MAX_EXPANDED = 1 << 26
 """Bytes that any file may unpack to; beyond them MAX_RATIO applies."""
 MAX_RATIO = 200
-"""How many times its size a file may unpack to. Text stays far below it; endless repetition reaches about a thousand."""
+"""The number of times its size that a file may unpack to. Text stays far below it; endless repetition reaches about a thousand."""
 
 
 class TextError(Exception):

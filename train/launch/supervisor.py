@@ -46,7 +46,7 @@ class Policy:
 
 
 class _Processes:
-    """The number of processes of each start. count: of the present one."""
+    """The number of processes of each start. count: the number in the present one."""
 
     def __init__(self, policy: Policy):
         self._policy, self.count = policy, policy.processes

@@ -33,7 +33,7 @@ from flax.errors import InvalidRngError
 
 Role = Literal["matrix", "table", "vector"]
 Use = Callable[[Any], Any]
-"""What is done with a module, such as a call on a batch: from the module, which has its arrays, to trees of arrays."""
+"""A function of a module with its arrays, such as its call on a batch. Its results are trees of arrays."""
 
 
 Terms = dict[str, tuple[jax.Array, float]]

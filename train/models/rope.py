@@ -15,7 +15,7 @@ from .options import Options, RopeScaling
 
 
 class LayerFlags(NamedTuple):
-    """What may differ between layers. A flag that differs is an array, of which the scan gives each layer its entry.
+    """The values that may differ between layers. A flag that differs is an array, of which the scan gives each layer its entry.
 
     is_full: whether a token sees all earlier ones, whatever `model.window` says. rotates: whether queries and keys have rotary positions.
     """

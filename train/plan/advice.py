@@ -29,7 +29,7 @@ class Setting:
 
 
 class Saving(NamedTuple):
-    """What a change of a key saves: milliseconds of the step, or bytes of the peak. where: the file:line of the key."""
+    """The saving by a change of a key: milliseconds of the step, or bytes of the peak. where: the file:line of the key."""
 
     key: str
     where: str

@@ -17,7 +17,7 @@ from ..search.plans import RunFile
 from ..search.search import LayoutSearch, Try
 
 _HEADROOM = 1.05
-"""What the budget of a written file allows beyond its own plan."""
+"""The factor by which the budget of a written file exceeds its own plan."""
 
 
 def print_answer(search: LayoutSearch, name: str, *, batch_tokens: int) -> None:

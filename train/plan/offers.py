@@ -167,7 +167,7 @@ def is_choice(arguments: argparse.Namespace) -> bool:
 
 
 def read_job(arguments: argparse.Namespace, targets: Sequence[Target]) -> Job:
-    """What is to be trained on the targets, without the tokens of a step. Raises InputError with every problem."""
+    """The training to be priced on the targets, without the tokens of a step. Raises InputError with every problem."""
     problems: list[str] = []
     tokens, days, prices = None, arguments.deadline, None
     if arguments.tokens is not None:

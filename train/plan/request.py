@@ -155,7 +155,7 @@ def _is_override(text: str) -> bool:
 
 
 def _kind(path: str) -> Literal["run", "rules", ""]:
-    """What a file is by its keys. One that cannot be read is neither, and reading it later says why."""
+    """The kind of a file, by its keys. One that cannot be read is neither, and reading it later says why."""
     keys: set[str] = set()
     with contextlib.suppress(InputError):
         keys = set(read(path).children)

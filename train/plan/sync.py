@@ -24,9 +24,9 @@ PHASES = (10, 50, 500)
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """The plan of an exchange, and what it should send by its formula: 2 (R-1)/R numbers of each that a device has, in bytes.
+    """The plan of an exchange, and the bytes that it should send by its formula: those of 2 (R-1)/R times the numbers on a device.
 
-    fragments: the number of parts in which a phase exchanges the parameters. plan: of the exchange of the largest part.
+    fragments: the number of parts in which a phase exchanges the parameters. plan: the plan for the largest part.
     """
 
     plan: Plan

@@ -25,7 +25,7 @@ from .processes import Store
 _BEFORE_FIRST_STEP = -1
 _ROUND_SECONDS = 0.5
 _PROCESSES_PER_SECOND = 512
-"""How many processes the coordinator can serve in a second; in larger runs each process asks less often."""
+"""The number of processes that the coordinator can serve in a second; in larger runs each process asks less often."""
 _DONE = "done"
 
 
@@ -140,7 +140,7 @@ class Peers:
         # A daemon, because a call to a coordinator that is gone may never return; it must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="peers", daemon=True)
         self.doing = "starting"
-        """What this process is doing, for the messages of the others."""
+        """The work of this process, for the messages of the others."""
         self.answered = time.monotonic()
         """When the coordinator last answered; later by the time in which this process was suspended since."""
         self._looked = self.answered

@@ -37,7 +37,7 @@ from jgt.document import InputError
 
 from ..command_line import Exit, say
 from ..compiled import finish_trial
-from ..sections import WatchdogConfig
+from .config import WatchdogConfig
 from .peers import Peers, Requests
 from .processes import Store, dump_stacks, number_of_processes, this_process
 

@@ -1,6 +1,6 @@
 """The lines that a person sees of a run: a description and a table at the start, and a line for each logged step.
 
-On a terminal nothing is broken inside a word: step lines fit (`line.py`), and other lines that are longer than the screen continue below,
+On a terminal nothing is broken inside a word: step lines fit (`step_line`), and other lines that are longer than the screen continue below,
 indented. In a file or a pipe a line stays one line, which can be searched, and step lines fit 80 columns, or as many as COLUMNS says. In a
 notebook a step replaces the one before it, until an evaluation or another line follows: a cell of 10,000 lines cannot be read.
 """
@@ -21,8 +21,8 @@ from jgt import Console, PipelineConfig, Storage, amount
 
 from ..setup import AUTO, Setup
 from ..setup.program import ModelProgram
-from .line import step_line
 from .sink import Stdout
+from .summary import step_line
 
 _WIDTH_OF_FILES = 80
 _NOTEBOOK_SECONDS = 0.2

@@ -41,7 +41,7 @@ CAUSES: Mapping[str, str] = {
     "sample": "generating the sample",
     "other": "anything else inside a start",
 }
-"""What wall time is spent on, and its name in the table. Each second belongs to one of them."""
+"""The causes that wall time is spent on, with their names in the table. Each second belongs to one of them."""
 NO_RECORD = "no record"
 """How a start ended, if its events do not say."""
 _DIGITS = 6
@@ -217,7 +217,7 @@ def _seconds_by_cause(starts: Sequence[StartSummary], limits: Sequence[float]) -
 
 
 def _throughput(starts: Sequence[StartSummary], steps: int, tokens: int | None, useful: float, wall: float) -> Throughput:
-    """steps: those that count. tokens: of a step. useful, wall: seconds."""
+    """The speed of a run. steps: those that count. tokens: the tokens in a step. useful, wall: seconds."""
     speeds = [(stretch.seconds / stretch.steps, stretch) for start in starts for stretch in start.stretches]
     slowest_s, slowest = max(speeds, key=lambda speed: speed[0], default=(None, None))
     over_steps, over_wall = (steps / seconds if steps and seconds else None for seconds in (useful, wall))

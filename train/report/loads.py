@@ -21,7 +21,7 @@ _MAX_ROWS = 16
 MARGIN = 12
 """The columns beside a heat map."""
 _NAMED = 3
-"""How many of the most and of the least used experts are named."""
+"""The number of the most and of the least used experts that are named."""
 _SHADES, _ASCII = " ░▒▓█", " .:*#"
 _LARGEST = 1e9
 """More mean loads than an expert can have."""

@@ -20,7 +20,7 @@ from jgt.document import InputError
 from ..checkpoint.disk import open_file
 
 LOADS = "experts.jsonl"
-"""The load of each expert over time, for models with experts: of a few hundred steps, since a row may have thousands of numbers."""
+"""The file with the load of each expert over time. It has a few hundred steps, since a row may have thousands of numbers."""
 _LONGEST_LINE = 1 << 20
 
 

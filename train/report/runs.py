@@ -22,9 +22,9 @@ from jgt.document import InputError, nearest
 from .rows import read_config, read_metrics
 
 AXES = {"steps": "step", "tokens": "tokens", "samples": "samples", "hours": "time"}
-"""What a curve may be drawn over, and the metric that says where."""
+"""The axes that a curve may be drawn over, with the metric of each."""
 METRICS = ("loss", "eval_loss", "tokens_per_s")
-"""What is drawn if nothing else is asked for."""
+"""The metrics that are drawn if none is asked for."""
 _HEIGHT = 10
 """The lines of a diagram."""
 _MARKS = "abcdefghijklmnopqrstuvwxyz"

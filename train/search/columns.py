@@ -14,11 +14,11 @@ from .layout import Candidate, Roles
 
 Numbers = npt.NDArray[np.float64]
 KEPT = {"block": 0.0, "layer": 0.0, "stage": 0.0, "matmuls": 9.0, "attention": 14.0, "none": 20.0}
-"""What a layer keeps beside its input, in arrays of the input's size, by what is recomputed."""
+"""The memory of a layer beside its input, in arrays of the input's size, by what is recomputed."""
 _AGAIN = {"matmuls": 0.03, "attention": 0.1, "none": 0.0}
 """The share of the matmuls that the backward pass repeats; a third where it repeats the whole forward pass."""
 _WEIGHTS_PASS = 14.0
-"""What a layer keeps in addition until the pass of its own for the gradients of weights, in arrays of the input's size."""
+"""The memory that a layer needs in addition until the pass of its own for the gradients of weights, in arrays of the input's size."""
 
 
 class Columns:

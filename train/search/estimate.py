@@ -35,8 +35,8 @@ BYTES, WIDE = 2, 4
 _HIDDEN = {"gathers": 0.6, "sums": 0.3, "tensor": 0.3, "stage": 0.0}
 """The share of the collectives of each kind that kernels hide, as far as kernels take as long."""
 _READS, _KEPT_READS, _WEIGHT_READS = 300, 100, 15
-"""How often memory-bound kernels of a step read or write an array of the size of each layer's input, as often again for what is kept, and
-all weights for each part of the batch."""
+"""The numbers of times that memory-bound kernels of a step read or write an array of the size of each layer's input, again if something is
+kept, and all weights, for each part of the batch."""
 _LAUNCHES = 5e-4
 """Seconds to launch the kernels of a layer for a part of the batch: about a hundred, at a few microseconds each."""
 _WORK, _LOGITS = 30, 3

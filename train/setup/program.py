@@ -41,7 +41,7 @@ Where = Callable[[str], str]
 Element = Mapping[str, jax.ShapeDtypeStruct]
 """The arrays of one row of a batch, by name."""
 _CALL = "model.kind: a call with tokens [b, s]"
-"""What fails, in messages about a language model of the user's own."""
+"""The beginning of messages about a language model of the user's own."""
 _EXPERTS, _RANK = "layers/moe", 3
 """The signal of the decoders' experts, and the dims of what they read."""
 

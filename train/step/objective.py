@@ -156,7 +156,7 @@ def check_results(loss: Loss, shapes: tuple[Any, ...], where: str) -> None:
 
 @contextlib.contextmanager
 def reported(where: str, names: Collection[str] = ()) -> Iterator[None]:
-    """Inside, an error that the user's own code raises becomes an InputError with its line. names: of the arrays of a batch."""
+    """Inside, an error that the user's own code raises becomes an InputError with its line. names: the names of the arrays of a batch."""
     try:
         yield
     except InputError:

@@ -30,11 +30,12 @@ _OTHER_ORIGIN = Origin(OTHER, "forward")
 
 @dataclass(frozen=True, kw_only=True)
 class SignalTime:
-    """The time of one signal: milliseconds per device and step.
+    """The time of one signal, in milliseconds per device and step.
 
     forward_ms, backward_ms, recompute_ms: while its kernels ran; kernels that run at once get equal parts. exposed_ms: while its
     collectives ran and no kernel did (for OTHER: while nothing else ran). collectives_ms: from the start to the end of its collectives,
-    whether kernels ran meanwhile or not. share: of the step's time, the four first fields together.
+    whether kernels ran meanwhile or not. share: the sum of the four first fields, as a
+    part of the step's time.
     """
 
     signal: str

@@ -17,7 +17,7 @@ import pytest
 from checkpoints import newest_of
 from runs import Processes, flags, free_port
 
-from jgt.sharding.paths import path_text
+from jgt.sharding.inputs import path_text
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.restore import restore
 from train.config import load

@@ -16,10 +16,10 @@ from stores import Shared
 from jgt.document import InputError
 from train.checkpoint.saved import find_checkpoint
 from train.command_line import Exit
+from train.processes.config import WatchdogConfig
 from train.processes.watch import Watch
 from train.run.faults import Faults
 from train.run.train import train
-from train.sections import WatchdogConfig
 
 TICK = 0.5
 """The most seconds that the watchdog counts at a time, so that suspended time does not count."""

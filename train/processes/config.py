@@ -1,0 +1,24 @@
+"""The `watchdog:` section. Imports no JAX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..sections import Seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchdogConfig:
+    """The `watchdog:` section: when a process without progress is ended. It first writes where its threads are.
+
+    step_seconds: the longest time for a step; or ten times the slowest step so far, if that is longer.
+    start_seconds: the longest time for anything else, such as restoring and compiling.
+    peer_seconds: the longest time without a sign of life from another process of the run.
+    join_seconds: how long the processes of a run wait for each other at a start. null: 300, and 30 under the launcher, which starts all of
+    them at once.
+    """
+
+    step_seconds: Seconds = 60.0
+    start_seconds: Seconds = 1800.0
+    peer_seconds: Seconds = 30.0
+    join_seconds: Seconds | None = None
