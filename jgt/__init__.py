@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jgt.replacements.layers import recomputed as recomputed
     from jgt.replacements.replicas import Replicas as Replicas
     from jgt.rules import Rules, load_rules, make_rules
+    from jgt.rules.pattern import matches_end as matches_end
     from jgt.rules.schema import file_schemas as file_schemas
     from jgt.sharding.inputs import path_text as path_text
     from jgt.sharding.placement import Placement
@@ -61,6 +62,7 @@ _NAMES = {
     "jgt.replacements.layers": ("recomputed",),
     "jgt.replacements.replicas": ("Replicas",),
     "jgt.rules": ("Rules", "load_rules", "make_rules"),
+    "jgt.rules.pattern": ("matches_end",),
     "jgt.rules.schema": ("file_schemas",),
     "jgt.sharding.inputs": ("path_text",),
     "jgt.sharding.placement": ("Placement",),

@@ -40,6 +40,7 @@ from .run.folder import CONFIG
 from .run.replicas import restored_of_one
 from .run.start import published_params
 from .setup import Setup, prepare
+from .step.trained import merged
 
 _PUBLISHED = "hf:"
 _ALONE = ("rules=null", "mesh={data: 1}", "pipeline=null", "sync=null")
@@ -205,9 +206,11 @@ def _trained(setup: Setup, path: Path) -> Loaded:
     variables = restored_of_one(saved, one, shardings, "variables") if jax.tree.leaves(one.variables) else {}
     # An average of the parameters is the model that was evaluated.
     if setup.shapes.average is None:
-        params = setup.stored_params(restore_params(saved, one.params, shardings.params))
+        params = setup.stored_params(restore_params(saved, *setup.saved_params))
     else:
-        params = setup.averaged_params(setup.stored_params(restored_of_one(saved, one, shardings, "average")))
+        frozen = restore_params(saved, one.frozen, shardings.frozen) if one.frozen else {}
+        average, frozen = setup.trained.split(setup.stored_params(merged(restored_of_one(saved, one, shardings, "average"), frozen)))
+        params = merged(setup.averaged_params(average), frozen)
     return Loaded(
         setup=setup,
         params=setup.model_params(params),

@@ -34,6 +34,7 @@ from jgt.planner.hardware.chip import chip_of
 from jgt.planner.hardware.target import MemoryStats, Target
 from jgt.planner.hlo.text import Module
 from jgt.program import jaxpr as jx
+from jgt.program.dataflow import live
 from jgt.program.jaxpr import Program
 from jgt.program.retarget import jit_call_of, meshes_in, replace_mesh
 from jgt.sharding.inputs import path_text
@@ -97,8 +98,8 @@ class Compiled:
     """A function as JAX traced it and XLA compiled it.
 
     target: the hardware that it was compiled for; None for CPUs and for chips without a description. flags: XLA's flags of this
-    compilation; ignored: the flags that this XLA does not have. program: the traced program; text: the compiled one. lines: the lines
-    that XLA wrote to stderr. avoided: operations that XLA would have computed wrongly. seconds: the time of all this.
+    compilation; ignored: the flags that this XLA does not have. program: the traced program, without what nobody reads; text: the compiled
+    one. lines: the lines that XLA wrote to stderr. avoided: operations that XLA would have computed wrongly. seconds: the time of all this.
     """
 
     target: Target | None
@@ -167,7 +168,7 @@ def compile_function(
         flags={name: value for name, value in (flags or {}).items() if name not in ignored},
         ignored=ignored,
         mesh=mesh,
-        program=call.program,
+        program=live(call.program),
         arguments=arguments,
         text=compiled.as_text() or "",
         memory=stats,

@@ -17,6 +17,7 @@ from jgt.planner.compiled import Argument, Compiled
 from jgt.planner.hlo.origin import NONE, signal_of
 from jgt.planner.hlo.text import Module
 from jgt.program import jaxpr as jx
+from jgt.program.dataflow import unchanged_arguments
 from jgt.program.dims import Dims, sharding_dims, show_dims
 from jgt.program.jaxpr import Program, Var
 from jgt.program.uses import Use, parameter_uses
@@ -30,7 +31,8 @@ class Parameter:
     """One parameter.
 
     dims: the mesh axes of each dim, and spec: the same as the YAML writes it. copies: the number of devices that store each part of
-    it. state_dims: the mesh axes of its optimizer state and of its gradient; gradient_bytes: the bytes of its gradient on one device.
+    it. state_dims: the mesh axes of its optimizer state and of its gradient; gradient_bytes: the bytes of its gradient on one device, 0 for
+    a parameter that the function returns as it is.
     source: file:line of a use.
     """
 
@@ -60,16 +62,19 @@ def parameters_of(compiled: Compiled, num_devices: int) -> tuple[Parameter, ...]
     # The update reads parameters and moments alike. Only a signal of the model shows which is which.
     by_model = [tuple(s for s in use.signals if s.rpartition("/")[2] != OPTIMIZER) for use in uses]
     has_signals = any(by_model)
-    rows = list(zip(state, by_model, uses, strict=True))
+    returned = set(unchanged_arguments(compiled.program))
+    rows = list(zip(state, by_model, uses, [n not in returned for n in range(len(state))], strict=True))
     # Not `== "f"`: the kind of bf16 is V in numpy.
-    is_parameter = [bool(signals) if has_signals else a.dtype.kind not in "iub" for a, signals, _ in rows]
+    is_parameter = [bool(signals) if has_signals else a.dtype.kind not in "iub" for a, signals, *_ in rows]
     moments = [a for a, chosen in zip(state, is_parameter, strict=True) if not chosen]
     return tuple(_parameter(*row, moments, num_devices) for row, chosen in zip(rows, is_parameter, strict=True) if chosen)
 
 
-def _parameter(a: Argument, signals: tuple[str, ...], use: Use, moments: Sequence[Argument], num_devices: int) -> Parameter:
+def _parameter(
+    a: Argument, signals: tuple[str, ...], use: Use, is_updated: bool, moments: Sequence[Argument], num_devices: int
+) -> Parameter:
     # If there are several (mu and nu, a master copy), all have one sharding, and the one with the most names in common is taken.
-    candidates = [m for m in moments if m.shape == a.shape and _common_end(m.path, a.path)]
+    candidates = [m for m in moments if is_updated and m.shape == a.shape and _common_end(m.path, a.path)]
     moment = max(candidates, key=lambda m: _common_end(m.path, a.path), default=a)
     dims = _dims(a)
     return Parameter(
@@ -85,7 +90,7 @@ def _parameter(a: Argument, signals: tuple[str, ...], use: Use, moments: Sequenc
         copies=num_devices * a.local_bytes // max(a.num_bytes, 1),
         local_bytes=a.local_bytes,
         # The gradient has the moment's sharding, but the parameter's type: moments may be kept in another one.
-        gradient_bytes=moment.local_bytes // moment.dtype.itemsize * a.dtype.itemsize,
+        gradient_bytes=moment.local_bytes // moment.dtype.itemsize * a.dtype.itemsize if is_updated else 0,
         source=next((line for signal, line in zip(use.signals, use.sources, strict=True) if line and signal != OPTIMIZER), ""),
     )
 

@@ -7,10 +7,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.parts import Flat, Part, dependency_bits, flatten
+
+
+def live(program: Program) -> Program:
+    """The program without equations that no output needs, as XLA runs it: gradients that nobody reads, in loops too."""
+    inner = jx.body(program)
+    needed, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars), instantiate=True)
+    # JAX does not look into the bodies of while loops.
+    loops = {n: params for n, e in enumerate(needed.eqns) if "cond_jaxpr" in e.params and (params := jx.map_subprograms(e, live))}
+    eqns = [e.replace(params=loops[n]) if n in loops else e for n, e in enumerate(needed.eqns)]
+    return jx.with_body(program, eqns=eqns, outvars=needed.outvars)
 
 
 def unchanged_arguments(program: Program) -> list[int | None]:

@@ -28,6 +28,7 @@ from jgt.document import shown
 
 from ..processes.processes import true_on_all_processes
 from ..step.state import State
+from ..step.trained import divided, merged
 from .disk import is_damage, patiently
 from .saved import SavedStep, UnusableError, agree_on_disk, array_entries, check_arrays
 
@@ -53,9 +54,16 @@ def restore(saved: SavedStep, shapes: State, shardings: State, *, cast: bool = F
 
 
 def restore_params(saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
-    """The parameters alone, as in `restore`. A run with phases has them from the last exchange."""
-    name = "anchor" if any(entry.path.startswith("anchor/") for entry in saved.manifest.arrays) else "params"
-    return restore_parts(saved, {name: shapes}, {name: shardings}, cast=cast)[name]
+    """The parameters alone, as in `restore`, whichever of them were frozen. A run with phases has them from the last exchange."""
+    paths = {entry.path for entry in saved.manifest.arrays}
+    name = "anchor" if any(path.startswith("anchor/") for path in paths) else "params"
+
+    def by_part(tree: Any) -> dict[str, Any]:
+        frozen, others = divided(tree, lambda path: f"frozen/{path}" in paths)
+        return {part: tree for part, tree in ((name, others), ("frozen", frozen)) if tree}
+
+    parts = restore_parts(saved, by_part(shapes), by_part(shardings), cast=cast)
+    return merged(parts.get(name, {}), parts.get("frozen", {}))
 
 
 def without_keys(shapes: Any, tree: Any) -> Any:

@@ -29,7 +29,8 @@ AttentionName = Literal["auto", "xla", "cudnn"]
 class OwnModel:
     """A model of the user's own: an nnx or a linen module. `vocab`, `seq` and `dtype` are passed to it if its signature has them.
 
-    kind: MODULE:NAME of its class, or of a function that makes it. arguments: all further keys, which are passed to it.
+    kind: MODULE:NAME of its class, or of a function that makes it. base_dtype: the type of frozen parameters; f32 leaves them in the
+    type in which the model makes them. arguments: all further keys, which are passed to it.
     """
 
     REST: ClassVar[str] = "arguments"
@@ -37,14 +38,18 @@ class OwnModel:
     vocab: Large = 256
     seq: Large = 128
     dtype: Literal["f32", "bf16"] = "f32"
+    base_dtype: Literal["f32", "bf16"] = "f32"
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
 
     fp8: ClassVar[bool] = False
     logits_softcap: ClassVar[float | None] = None
 
-    def flops_per_token(self, num_parameters: int) -> float:
-        """FLOPs of the forward and the backward pass for one token, as if every parameter were multiplied once (arXiv 2001.08361)."""
-        return 6.0 * num_parameters
+    def flops_per_token(self, num_parameters: int, num_frozen: int = 0) -> float:
+        """FLOPs of the forward and the backward pass for one token, as if every parameter were multiplied once (arXiv 2001.08361).
+
+        4 for each frozen parameter, which has no gradient.
+        """
+        return 6.0 * num_parameters - 2.0 * num_frozen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +57,10 @@ class ModelConfig(Options):
     """A decoder: `llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU) or `gpt` (LayerNorm, learned positions, GELU).
 
     hf: a folder of Hugging Face whose config.json gives the other keys and whose files the parameters, or a config.json alone. dtype: the
-    type of matmuls and activations; parameters are f32. head_dim: the size of a head, embed / heads if null. fp8: the layers'
-    matmuls run in eight bits. tied: the embedding is the output projection too. attention: cuDNN's kernel or XLA's program;
-    auto: cuDNN if available, otherwise XLA; the choice is logged. experts: a mixture of
-    experts in the place of the MLP; null: the MLP.
+    type of matmuls and activations; parameters are f32. base_dtype: the type of frozen parameters (`optimizer.train`). head_dim: the size
+    of a head, embed / heads if null. fp8: the layers' matmuls run in eight bits. tied: the embedding is the output projection too.
+    attention: cuDNN's kernel or XLA's program; auto: cuDNN if available, otherwise XLA; the choice is logged. experts: a mixture of experts
+    in the place of the MLP; null: the MLP.
     """
 
     WORDS = OTHER_WORDS
@@ -72,6 +77,7 @@ class ModelConfig(Options):
     seq: Large = 128
     tied: bool = False
     dtype: Literal["f32", "bf16"] = "f32"
+    base_dtype: Literal["f32", "bf16"] = "f32"
     fp8: bool = False
     attention: AttentionName = "auto"
 
@@ -106,12 +112,13 @@ class ModelConfig(Options):
         # An expert has three matrices: gate, up and down.
         return (self.layers - experts.first_dense) * (experts.count - experts.choose) * 3 * self.embed * (experts.ffn or self.ffn_size)
 
-    def flops_per_token(self, num_parameters: int) -> float:
+    def flops_per_token(self, num_parameters: int, num_frozen: int = 0) -> float:
         """FLOPs of the forward and the backward pass for one token, the numerator of MFU.
 
-        6 for each parameter that is multiplied, and 6 · layers · width · seq for attention, as in PaLM (arXiv 2204.02311, appendix B), but
-        for the half of the scores that a causal mask leaves. Recompute does not count. Rows that are looked up are not multiplied:
-        learned positions, and the embedding unless it is the output projection too. Nor are experts that a token does not go through.
+        6 for each parameter that is multiplied, or 4 if it is frozen, and 6 · layers · width · seq for attention, as in PaLM (arXiv
+        2204.02311, appendix B), but for the half of the scores that a causal mask leaves. Recompute does not count. Rows that are looked up
+        are not multiplied: learned positions, and the embedding unless it is the output projection too. Nor are experts that a token does
+        not go through. If parameters are frozen, these are taken to be among them.
         """
         looked_up = 0 if self.tied else self.vocab * self.embed
         looked_up += self.seq * self.embed if self.positions == "learned" else 0
@@ -121,7 +128,8 @@ class ModelConfig(Options):
         seen = (self.layers - windowed) * self.seq / 2 + windowed * (window - window**2 / (2 * self.seq))
         # Scores and weighted values are two matmuls of 2 FLOPs each. Forward and backward make it three times as much.
         attention = 12 * self.heads * self.head_size * seen
-        return 6.0 * (num_parameters - looked_up - self.idle_parameters) + attention
+        idle = looked_up + self.idle_parameters
+        return 6.0 * (num_parameters - idle) - 2.0 * max(num_frozen - idle, 0) + attention
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Problems that only several keys together show."""

@@ -62,7 +62,7 @@ def _workload(setup: Setup, price: float | None) -> Workload:
     """The facts about a step that its program does not contain."""
     config, per_sample = setup.run.config, tokens_per_sample(setup.batch_shapes)
     tokens = None if per_sample is None else per_sample * config.train.batch
-    flops = None if tokens is None else tokens * config.model.flops_per_token(setup.num_parameters)
+    flops = None if tokens is None else tokens * config.model.flops_per_token(setup.num_parameters, setup.num_frozen)
     return Workload(tokens=tokens, flops=flops, pipeline=setup.run.pipeline, price=price)
 
 

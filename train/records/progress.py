@@ -110,7 +110,7 @@ class Progress:
         self._dispatched, self._total = done, setup.run.steps
         self._epoch_samples, self._tokens = epoch_samples, tokens_per_sample(setup.batch_shapes)
         model, peak = self._config.model, peak_flops(jax.devices()[0].device_kind)
-        self._flops = None if self._tokens is None else self._tokens * model.flops_per_token(setup.num_parameters)
+        self._flops = None if self._tokens is None else self._tokens * model.flops_per_token(setup.num_parameters, setup.num_frozen)
         """The FLOPs of a sample."""
         self._peak = None if peak is None else peak * setup.mesh.size
         self._countdown = Countdown(done)

@@ -50,7 +50,8 @@ def describe_size(setup: Setup) -> str:
     """The number of parameters, and the work of a step."""
     train, tokens = setup.run.config.train, tokens_per_sample(setup.batch_shapes)
     step = f"{train.batch:,} samples" if tokens is None else f"{train.batch * tokens:,} tokens ({train.batch:,} x {tokens:,})"
-    return f"Model: {setup.num_parameters:,} parameters. A step is {step}"
+    trained = f", {setup.num_parameters - setup.num_frozen:,} of them trained" if setup.num_frozen else ""
+    return f"Model: {setup.num_parameters:,} parameters{trained}. A step is {step}"
 
 
 def describe_sync(setup: Setup) -> Iterator[str]:

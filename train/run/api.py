@@ -76,8 +76,8 @@ class RunResult:
     @property
     def model(self) -> Any:
         """The trained module, as it is evaluated."""
-        params = self.state.params if self.state.anchor is None else self.state.anchor
-        return self.setup.program.model.module(self.setup.model_params(params), self.setup.eval_variables(self.state))
+        params = self.setup.model_params(self.setup.last_params(self.state))
+        return self.setup.program.model.module(params, self.setup.eval_variables(self.state))
 
 
 @exits_are_failures()

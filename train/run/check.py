@@ -44,7 +44,7 @@ def dry_run(run: Run) -> None:
     screen.say(f"Compiled the step in {time.perf_counter() - started:.1f} s")
     shapes, places = setup.shapes, setup.shardings
     rows = [
-        ["parameters", amount(_bytes_per_device(shapes.params, places.params), "B")],
+        ["parameters", amount(_bytes_per_device((shapes.params, shapes.frozen), (places.params, places.frozen)), "B")],
         ["optimizer state", amount(_bytes_per_device(shapes.opt_state, places.opt_state), "B")],
         *([["variables", amount(_bytes_per_device(shapes.variables, places.variables), "B")]] if shapes.variables else []),
         ["batch", amount(_bytes_per_device(setup.batch_shapes, setup.batch_shardings), "B")],
@@ -79,7 +79,7 @@ def check_placement(run: Run) -> Setup:
         count = math.prod(run.mesh.values())
     setup, model = prepare(run, num_devices=count), run.config.model
     if isinstance(model, ModelConfig) and model.hf is not None and Path(model.hf).is_dir() and has_weights(Path(model.hf)):
-        open_files(published(Path(model.hf)), model, setup.saved_of_one[0].params)
+        open_files(published(Path(model.hf)), model, setup.saved_params[0])
     return setup
 
 

@@ -26,7 +26,7 @@ from ..code.files import COPY, read_code
 from ..config import Run
 from .folder import CONFIG, DATA, place_problems
 
-FIXED = ("model", "data", "run.seed", "optimizer.name", "code")
+FIXED = ("model", "data", "run.seed", "optimizer.name", "optimizer.train", "code")
 """Keys that must not change between two starts of a run, and the user's own code. All else (mesh, rules, steps, batch, ...) may."""
 _MAX_BYTES = 1_000_000
 

@@ -195,7 +195,7 @@ def _sample_losses(setup: Setup, state: State, batches: Iterable[dict[str, jax.A
 
     # Replicated, so that each process can read the losses of all samples.
     compiled = jax.jit(rows, out_shardings=setup.storage.model.replicated())
-    return [np.asarray(compiled(state.params, state.variables, batch)) for batch in batches]
+    return [np.asarray(compiled(setup.last_params(state), setup.eval_variables(state), batch)) for batch in batches]
 
 
 @jax.jit

@@ -149,8 +149,8 @@ class Start:
         setup, cast = self.setup, self.setup.run.config.checkpoint.cast
         with self.phase("restore", step=0):
             try:
+                params = setup.stored_params(restore_params(saved, *setup.saved_params, cast=cast))
                 one, shardings = setup.saved_of_one
-                params = setup.stored_params(restore_params(saved, one.params, shardings.params, cast=cast))
                 one, shardings = (replace(state, variables=without_keys(one.variables, state.variables)) for state in (one, shardings))
                 if not jax.tree.leaves(one.variables):
                     return params, {}
@@ -163,8 +163,8 @@ class Start:
 
 def published_params(setup: Setup, config: ModelConfig, folder: Path) -> Any:
     """The parameters of a published model, as the state has them. Raises InputError if they do not fit."""
-    one, shardings = setup.saved_of_one
-    return setup.stored_params(open_files(published(folder), config, one.params).load(one.params, shardings.params))
+    shapes, shardings = setup.saved_params
+    return setup.stored_params(open_files(published(folder), config, shapes).load(shapes, shardings))
 
 
 def restore_state(setup: Setup, saved: SavedStep) -> State:

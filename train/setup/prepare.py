@@ -29,6 +29,7 @@ from ..step.gradients import GradientSum
 from ..step.objective import Objective, problem_of_parts
 from ..step.optimizer import MakeOptimizer, build_optimizer, own_optimizer, roles_of
 from ..step.step import StepFeatures
+from ..step.trained import Trained
 from ..sync.phases import Phases
 from .layout import MeshLayout, mesh_layout
 from .program import Element, ModelProgram, Where, element_of, may_reshape, program_of
@@ -63,7 +64,7 @@ def prepare(
     problems = (*batch_problems(run, sizes), *replica_problems(run, sizes))
     storage = jgt.storage_of(program.loss, *program.shapes, keeps_shapes=not may_reshape(config.optimizer), problems=problems)
     objective = _objective(program, storage, config.train, layout, where)
-    gradients = _gradient_sum(config.train.accumulate, layout, storage, is_wide=config.optimizer.gradients == "f32")
+    gradients = _gradient_sum(config.train.accumulate, layout, storage, program.trained, is_wide=config.optimizer.gradients == "f32")
     make_optimizer = _optimizer(config.optimizer, program, storage, compute_type(config.model), code, where)
     phases = _phases(layout, program, where)
     # Late gradients that are not finite are part of the state before the update. Inside a phase one replica does not stop the others.
@@ -72,6 +73,7 @@ def prepare(
     first = FirstState(
         init=program.init,
         storage=storage,
+        trained=program.trained,
         gradients=gradients,
         make_optimizer=make_optimizer,
         features=features,
@@ -83,6 +85,7 @@ def prepare(
         program=program,
         objective=objective,
         storage=storage,
+        trained=program.trained,
         gradients=gradients,
         offload=config.optimizer.offload == "host",
         make_optimizer=make_optimizer,
@@ -131,12 +134,12 @@ def _check_parts(program: ModelProgram, parts: int, where: Where) -> None:
         raise InputError([f"{where('train.accumulate')}: train.accumulate: {problem}. {remedies}"])
 
 
-def _gradient_sum(accumulate: int, layout: MeshLayout, storage: Storage, *, is_wide: bool) -> GradientSum:
+def _gradient_sum(accumulate: int, layout: MeshLayout, storage: Storage, trained: Trained, *, is_wide: bool) -> GradientSum:
     """The sum of gradients. They have the places of the parameters as the loss takes them, and in the end those that the state has."""
     stored, used = storage.placement, storage.in_use.placement
 
     def pin(gradients: Any) -> Any:
-        return jax.lax.with_sharding_constraint(gradients, stored.gradients)
+        return jax.lax.with_sharding_constraint(gradients, trained.of(stored.gradients))
 
     whole = GradientSum(parts=1 if layout.pipeline is not None else accumulate, pin=pin)
     if not layout.replicas:
@@ -149,8 +152,8 @@ def _gradient_sum(accumulate: int, layout: MeshLayout, storage: Storage, *, is_w
     of_replicas = replace(
         whole,
         replicas=Replicas(mesh=layout.mesh, axes=layout.replicas, batch=batch),
-        shardings=used.used,
-        dtypes=jax.tree.unflatten(used.tree, dtypes),
+        shardings=trained.of(used.used),
+        dtypes=trained.of(jax.tree.unflatten(used.tree, dtypes)),
     )
     if sync is None or layout.has_phases:
         return of_replicas
@@ -159,7 +162,7 @@ def _gradient_sum(accumulate: int, layout: MeshLayout, storage: Storage, *, is_w
     return replace(
         of_replicas,
         sync=Replicas(mesh=layout.mesh, axes=(sync.axis,), batch=layout.batch),
-        sums=used.params,
+        sums=trained.of(used.params),
         wire=sync.wire,
         is_late=bool(sync.late),
         beside_layers=bool(sync.late) and beside,

@@ -57,6 +57,11 @@ class Setup(StateLayout):
         """Parameters of the model."""
         return sum(math.prod(p.shape) for p in self.storage.model.parameters)
 
+    @property
+    def num_frozen(self) -> int:
+        """Parameters that are not trained."""
+        return sum(math.prod(p.shape) for p in self.storage.model.parameters if not self.trained.has(p.path))
+
     def init(self) -> State:
         """The state before the first step, born sharded; the same values on every mesh."""
         # The seed is an argument. As a constant it would make another program of each seed, and the compilation cache would miss.
@@ -132,8 +137,7 @@ class Setup(StateLayout):
 
     def compile_eval_step(self, batch: int) -> Any:
         """The compiled evaluation of this many rows: (parameters, variables, batch) → a sum and its weight, by name."""
-        whole, shapes = self.storage.model.replicated(), self.shapes
-        params = shapes.params if self.phases is None else shapes.anchor
+        whole, params = self.storage.model.replicated(), self.last_params(self.shapes)
         # Only parameters may have other shapes in checkpoints.
         one, shardings = (state.variables for state in self.saved_of_one)
         jitted = jax.jit(

@@ -20,6 +20,7 @@ from ..step.gradients import GradientSum
 from ..step.optimizer import MakeOptimizer, Settings
 from ..step.state import OPTIONAL, State, Tree
 from ..step.step import StepFeatures
+from ..step.trained import Trained, merged
 from ..sync.phases import Phases, mean_of_replicas
 
 COMPILED_ONCE = {"xla_backend_optimization_level": 1}
@@ -33,6 +34,7 @@ class FirstState:
 
     init: Callable[[jax.Array], tuple[Tree, Tree]]
     storage: Storage
+    trained: Trained
     gradients: GradientSum
     make_optimizer: MakeOptimizer
     features: StepFeatures
@@ -41,12 +43,13 @@ class FirstState:
     def make_state(self, seed: jax.Array) -> State:
         """The state before the first step, from a seed, uint32[]."""
         params, variables = self.init(jax.random.key(seed))
-        params = self.storage.entered(params)
+        params, frozen = self.trained.split(self.storage.entered(params))
         # The state does not depend on the settings.
         opt_state = self.make_optimizer(Settings(lr=0.0, weight_decay=0.0, clip=0.0)).init(params)
         losses, average = self.features.first_losses(), self.features.first_average(params)
         waiting = self.gradients.first_waiting(jax.eval_shape(self.storage.used, params))
-        state = State(jnp.zeros((), jnp.int32), params, opt_state, variables, losses=losses, average=average, waiting=waiting)
+        own = State(jnp.zeros((), jnp.int32), params, opt_state, variables, losses=losses, average=average, waiting=waiting)
+        state = replace(own, frozen=frozen)
         return state if self.phases is None else self.phases.begin(state)
 
 
@@ -54,11 +57,12 @@ class FirstState:
 class StateLayout:
     """A run's state: its shapes, where each part goes, and conversions between its forms.
 
-    storage: the places of the model's parameters, and how the state has them. phases: with `sync.every` above 1. offload: whether moments
-    are in the host's memory between steps. shapes: the state's.
+    storage: the places of the model's parameters, and how the state has them. trained: which of them are trained. phases: with `sync.every`
+    above 1. offload: whether moments are in the host's memory between steps. shapes: the state's.
     """
 
     storage: Storage
+    trained: Trained
     gradients: GradientSum
     features: StepFeatures
     phases: Phases | None
@@ -86,6 +90,12 @@ class StateLayout:
         shapes = self.saved_shapes if self.phases is None else self.phases.of_one(self.saved_shapes)
         return shapes, self._shardings_of_one(shapes, is_saved=True)
 
+    @property
+    def saved_params(self) -> tuple[Tree, Tree]:
+        """The shapes and shardings of the model's parameters in a checkpoint."""
+        shapes, shardings = self.saved_of_one
+        return merged(shapes.params, shapes.frozen), merged(shardings.params, shardings.frozen)
+
     def _shardings(self, shapes: State, *, is_saved: bool) -> State:
         if self.phases is None:
             return self._shardings_of_one(shapes, is_saved=is_saved)
@@ -101,10 +111,11 @@ class StateLayout:
         # The window of losses is a few numbers, which every device keeps. The average is laid out as the moments: an update reads both, and
         # with ZeRO each device keeps its part alone.
         losses = jax.tree.map(lambda _: whole, one.losses)
-        average = None if one.average is None else place.gradients
+        average = None if one.average is None else self.trained.of(place.gradients)
         sync = self.gradients.sync
-        waiting = None if sync is None or one.waiting is None else jax.tree.map(sync.lift, used.params)
-        return State(cast(Any, whole), place.params, moments, variables, losses=losses, average=average, waiting=waiting)
+        waiting = None if sync is None or one.waiting is None else jax.tree.map(sync.lift, self.trained.of(used.params))
+        params, frozen = self.trained.split(place.params)
+        return State(cast(Any, whole), params, moments, variables, losses=losses, average=average, waiting=waiting, frozen=frozen)
 
     def to_save(self, state: State) -> State:
         """The state as a checkpoint has it. The state remains."""
@@ -148,13 +159,18 @@ class StateLayout:
     def _left(self) -> Callable[[State], State]:
         return jax.jit(self._leave, out_shardings=self.saved_shardings, compiler_options=COMPILED_ONCE)
 
+    def last_params(self, state: State) -> Tree:
+        """The parameters as the state has them: its own, or with phases the last exchange's."""
+        return merged(state.params if state.anchor is None else state.anchor, state.frozen)
+
     def eval_params(self, state: State) -> Tree:
-        """The parameters to evaluate, as the state has them: its own, with phases the last exchange's, or their average."""
-        average, anchor = state.average, state.anchor
+        """The parameters to evaluate, as the state has them: their average, if the run has one, or its last ones."""
+        average = state.average
         if average is None:
-            return state.params if anchor is None else anchor
+            return self.last_params(state)
         # The mean of the replicas' averages is the average of their means.
-        return self.averaged_params(average if self.phases is None else _mean(average, self.storage.placement.gradients))
+        average = average if self.phases is None else _mean(average, self.trained.of(self.storage.placement.gradients))
+        return merged(self.averaged_params(average), state.frozen)
 
     def eval_variables(self, state: State) -> Tree:
         """The model's variables to evaluate with: the state's own, with phases the mean of the replicas'."""
@@ -163,7 +179,9 @@ class StateLayout:
 
     def with_model(self, state: State, params: Tree, statistics: Tree) -> State:
         """A state before the first step, with other parameters, as the state has them, and with other values of some variables."""
-        phases, variables = self.phases, _updated(self.eval_variables(state), statistics)
+        phases, variables = self.phases, merged(self.eval_variables(state), statistics)
+        params, frozen = self.trained.split(params)
+        state = replace(state, frozen=frozen)
         if phases is None:
             return self.with_average(replace(state, params=params, variables=variables))
         spread = jax.jit(phases.spread, out_shardings=(self.shardings.params, self.shardings.variables))
@@ -177,22 +195,17 @@ class StateLayout:
 
     @functools.cached_property
     def averaged_params(self) -> Callable[[Any], Any]:
-        """A function from an average, in f32 and laid out like moments, to parameters."""
+        """A function from an average, in f32 and laid out like moments, to the parameters that are trained."""
 
         def to_parameters(average: Any) -> Any:
             return jax.tree.map(lambda a, p: a.astype(p.dtype), average, self.shapes.params)
 
-        return jax.jit(to_parameters, out_shardings=self.storage.placement.params)
+        return jax.jit(to_parameters, out_shardings=self.trained.of(self.storage.placement.params))
 
 
 def without_arrays(state: State) -> dict[str, None]:
     """The optional parts that a state lacks, for the shardings of such a state."""
     return dict.fromkeys(OPTIONAL - state.arrays().keys())
-
-
-def _updated(tree: Any, values: Any) -> Any:
-    """Nested dicts with the values that other nested dicts have."""
-    return {name: _updated(x, values[name]) if name in values else x for name, x in tree.items()} if isinstance(tree, dict) else values
 
 
 def _mean(tree: Tree, shardings: Any) -> Tree:
@@ -204,4 +217,5 @@ def _mean(tree: Tree, shardings: Any) -> Tree:
 def _converted(state: State, convert: Callable[..., Any]) -> State:
     """The state in another form of the parameters, and of everything that has their shapes."""
     average = None if state.average is None else convert(state.average, as_state=True)
-    return replace(state, params=convert(state.params), opt_state=convert(state.opt_state, as_state=True), average=average)
+    opt_state = convert(state.opt_state, as_state=True)
+    return replace(state, params=convert(state.params), opt_state=opt_state, average=average, frozen=convert(state.frozen))

@@ -27,6 +27,7 @@ class _RateKeys:
     final_lr: the learning rate at the end of the run, as a share of lr.
     weight_decay: decoupled weight decay. Norms and biases have none.
     clip: the largest global norm of the gradient. null: no clipping.
+    train: patterns of the paths of the parameters that are trained; the others are frozen. null: all are trained.
     gradients: the type in which devices add up gradients of matrices and tables. null: the matmuls' type, in a pipeline f32.
     """
 
@@ -37,6 +38,7 @@ class _RateKeys:
     final_lr: Fraction = 0.1
     weight_decay: NotNegative = 0.1
     clip: Positive | None = 1.0
+    train: tuple[str, ...] | None = None
     gradients: Literal["f32", "bf16"] | None = None
 
 

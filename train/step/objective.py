@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,7 @@ from jgt.document import InputError
 
 from ..code.names import FAILURES, call_problem, described, own_line
 from ..models.model import Model, Settle, Terms
+from .trained import merged
 
 Arrays = dict[str, jax.Array]
 """A batch on the devices: arrays [b, ...] by name."""
@@ -69,6 +70,15 @@ class Objective:
     used: Callable[[Any], Any] = lambda params: params
     settle: Settle = lambda variables: (variables, {})
     is_of_whole_batches: bool = False
+
+    def beside(self, frozen: Any) -> Objective:
+        """The objective as a function of the trained parameters alone. frozen: the others, as a state has them."""
+        used = self.used(frozen)
+
+        def loss(params: Any, variables: Any, batch: Arrays) -> tuple[jax.Array, Part]:
+            return self.loss(merged(params, used), variables, batch)
+
+        return replace(self, loss=loss)
 
 
 def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], where: str, *, is_training: bool) -> Loss:

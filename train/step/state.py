@@ -6,7 +6,7 @@ the fields are the names on disk.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import optax
@@ -27,7 +27,7 @@ class State:
     model keeps from step to step, such as running statistics and random keys. losses: the losses of the last steps for `train.skip_spikes`,
     f32[window], NaN for steps still to come. average: the moving average of the parameters for `train.ema`, in f32. anchor, momentum: the
     parameters of the last exchange, if `sync.every` is above 1, and the momentum of `sync.outer`. waiting: the gradients of each replica
-    that the next step applies, if `sync.late` is 1, [R, ...].
+    that the next step applies, if `sync.late` is 1, [R, ...]. frozen: the parameters that are not trained, and so are no part of `params`.
     """
 
     step: jax.Array
@@ -39,6 +39,7 @@ class State:
     anchor: Tree | None = None
     momentum: Tree | None = None
     waiting: Tree | None = None
+    frozen: Tree = field(default_factory=dict)
 
     def arrays(self) -> dict[str, Tree]:
         """The parts that contain arrays, by name."""

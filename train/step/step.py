@@ -9,7 +9,7 @@ of the loss) is computed and dropped: the step is one program whatever happens, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -101,7 +101,8 @@ def make_train_step(
         if objective.is_token_loss:
             # Not below 1, because a batch of padding alone would divide 0 by 0.
             batch = batch | {"weights": batch["weights"] / jnp.maximum(jnp.sum(batch["weights"]), 1.0)}
-        (total, part), gradient, waiting = gradients.differentiate(objective, state.params, state.variables, batch, state.waiting)
+        of_trained = objective.beside(state.frozen)
+        (total, part), gradient, waiting = gradients.differentiate(of_trained, state.params, state.variables, batch, state.waiting)
         with signal.context("optimizer"):
             value = total
             if not objective.is_token_loss:
@@ -124,7 +125,9 @@ def make_train_step(
             average = features.averaged(state.average, params, state.step, applied)
             metrics = more | {name: mean_of_parts(*pair, gradients.parts) for name, pair in part.metrics.items()}
         step = features.next_step(state.step, good)
-        after = State(step, params, opt_state, variables, losses=losses, average=average, waiting=waiting)
+        after = replace(
+            state, step=step, params=params, opt_state=opt_state, variables=variables, losses=losses, average=average, waiting=waiting
+        )
         return after, {"loss": value, "grad_norm": norm, "applied": applied, **metrics}
 
     return train_step

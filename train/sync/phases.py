@@ -30,7 +30,7 @@ from .config import SyncConfig
 from .fragments import Fragment, fragments_of
 
 _ZERO = cast(Any, 0)
-_AXES = State(cast(Any, None), _ZERO, _ZERO, _ZERO, _ZERO, _ZERO)
+_AXES = State(cast(Any, None), _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, frozen=cast(Any, None))
 """For jax.vmap: the parts of a state that have a dim of replicas."""
 
 

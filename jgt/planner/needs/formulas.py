@@ -87,7 +87,7 @@ def _gradients(
     p: Parameter, use: ParameterUse, mesh: Mapping[str, int], batch: MeshAxes, backend: Backend, *, adds_parts: bool
 ) -> Iterator[tuple[MeshAxes, Fraction, str]]:
     """ZeRO-3, ZeRO-1 and data parallelism: each axis that splits the batch adds up the gradient in one of three ways."""
-    if use.is_manual:
+    if use.is_manual or not p.gradient_bytes:
         # Inside shard_map the program adds up gradients itself.
         return
     stored, scattered = _axes(p.dims), _axes(p.state_dims)

@@ -46,3 +46,10 @@ def test_gpt_looks_positions_up():
 )
 def test_peak_of_a_device(kind, peak):
     assert peak_flops(kind) == peak
+
+
+def test_frozen_matrices_have_no_gradient():
+    config = ModelConfig(layers=LAYERS, embed=EMBED, heads=HEADS, ffn=FFN, vocab=VOCAB, seq=SEQ)
+    number, trained = num_parameters(config), 7
+    multiplied = number - VOCAB * EMBED
+    assert config.flops_per_token(number, number - trained) == 4 * (multiplied - trained) + MATMUL * trained + attention()

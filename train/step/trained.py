@@ -1,0 +1,90 @@
+"""The parameters that a run trains, and those that it freezes (`optimizer.train`).
+
+A state has them as two trees, nested dicts of which each has only its own entries. Everything that a step makes of the trained ones has
+their tree: gradients, moments, averages, what replicas exchange. So a frozen parameter costs its own bytes and nothing else. The model
+reads both trees, merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgt import matches_end, path_text
+from jgt.document import nearest
+
+from ..models.model import Model
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Which parameters are trained: those whose path ends as one of the patterns says, or with None all."""
+
+    patterns: tuple[str, ...] | None = None
+
+    def has(self, path: str) -> bool:
+        """Whether the parameter at a path is trained."""
+        return self.patterns is None or any(matches_end(pattern, path) for pattern in self.patterns)
+
+    def split(self, tree: Any) -> tuple[Any, Any]:
+        """The entries of the trained parameters and those of the frozen ones, in a tree by parameter."""
+        return divided(tree, self.has)
+
+    def of(self, tree: Any) -> Any:
+        """The entries of the trained parameters in a tree by parameter."""
+        return self.split(tree)[0]
+
+    def problems(self, paths: Sequence[str]) -> Iterator[str]:
+        """Patterns that match none of the paths of a model's parameters, or no patterns."""
+        if self.patterns == ():
+            yield "[] freezes all parameters, so there is nothing to train. Name patterns, or null for all parameters"
+        for pattern in self.patterns or ():
+            if not any(matches_end(pattern, path) for path in paths):
+                yield f"no parameter matches {pattern!r}. {nearest(pattern, _possible(paths))}"
+
+    def frozen_in(self, model: Model, dtype: Any) -> Model:
+        """The model with its frozen parameters in another type, if they are floats."""
+
+        def cast(path: Any, x: Any) -> Any:
+            is_cast = jnp.issubdtype(x.dtype, jnp.floating) and not self.has(path_text(path))
+            return x.astype(dtype) if is_cast else x
+
+        def init(key: jax.Array) -> tuple[Any, Any]:
+            params, variables = model.init(key)
+            return jax.tree.map_with_path(cast, params), variables
+
+        return replace(model, init=init)
+
+
+def divided(tree: Any, is_first: Callable[[str], bool], path: str = "") -> tuple[Any, Any]:
+    """Nested dicts as two, by the paths of their leaves. A dict without leaves is in the first."""
+    first: dict[Any, Any] = {}
+    second: dict[Any, Any] = {}
+    for name, x in tree.items():
+        below = f"{path}/{name}" if path else str(name)
+        if not isinstance(x, Mapping):
+            (first if is_first(below) else second)[name] = x
+            continue
+        of_first, of_second = divided(x, is_first, below)
+        first |= {name: of_first} if of_first or not of_second else {}
+        second |= {name: of_second} if of_second else {}
+    return first, second
+
+
+def merged(tree: Any, other: Any) -> Any:
+    """Nested dicts with the leaves of both; where both have one, the other's."""
+    if not isinstance(tree, Mapping) or not isinstance(other, Mapping):
+        return other
+    return {**tree, **other, **{name: merged(tree[name], other[name]) for name in tree.keys() & other.keys()}}
+
+
+def _possible(paths: Sequence[str]) -> Iterator[str]:
+    """Patterns that match some of the paths: a path, its end, or what is below a part of it."""
+    for path in paths:
+        names = path.split("/")
+        yield from ("/".join(names[n:]) for n in range(len(names)))
+        yield from ("/".join([*names[:n], "**"]) for n in range(1, len(names)))
