@@ -34,14 +34,14 @@ def write_export(
     check: called before each piece; an error of it ends the export. Raises InputError if there is something at the path or the checkpoint
     cannot be used, DiskError if it cannot be read, and OSError.
     """
-    entries, num_replicas = _exported(saved)
-    shapes = exported_shapes(saved)
+    entries, shapes = _exported(saved), exported_shapes(saved)
     sources, kind = form.sources(shapes), EXPORTED[dtype]
     tensors = tensors_of(sources, shapes)
 
     def parts() -> Iterator[Piece]:
         for path, source in sources.items():
-            for place, value in pieces(saved, entries[path], num_whole=num_replicas):
+            entry, num_replicas = entries[path]
+            for place, value in pieces(saved, entry, num_whole=num_replicas):
                 check()
                 part = (value.mean(axis=0, dtype=np.float32) if num_replicas else value).astype(kind, copy=False)
                 # Otherwise it would stay while the next one is read.
@@ -57,21 +57,23 @@ def write_export(
 
 def exported_shapes(saved: SavedStep) -> dict[str, Shape]:
     """The shapes of the parameters of a checkpoint, by path."""
-    entries, num_replicas = _exported(saved)
-    return {path: entry.shape[num_replicas:] for path, entry in entries.items()}
+    return {path: entry.shape[num_replicas:] for path, (entry, num_replicas) in _exported(saved).items()}
 
 
-def _exported(saved: SavedStep) -> tuple[dict[str, ArrayEntry], int]:
-    """The arrays of a checkpoint that are its model, by parameter, and the number of their first dims that count replicas.
+def _exported(saved: SavedStep) -> dict[str, tuple[ArrayEntry, int]]:
+    """The arrays of a checkpoint that are its model, by parameter, each with the number of its first dims that count replicas.
 
-    The model is the one that is evaluated: the average of the parameters if there is one, and with phases those of the last exchange.
+    The model is the one that is evaluated: the average of the parameters if there is one, and with phases those of the last exchange. Frozen
+    parameters have neither.
     """
     by_part: dict[str, dict[str, ArrayEntry]] = {}
     for entry in saved.manifest.arrays:
         part, _, path = entry.path.partition("/")
         by_part.setdefault(part, {})[path] = entry
     part = next(part for part in ("average", "anchor", "params") if part in by_part)
-    return by_part[part], int(part == "average" and "anchor" in by_part)
+    num_replicas = int(part == "average" and "anchor" in by_part)
+    frozen = {path: (entry, 0) for path, entry in by_part.get("frozen", {}).items()}
+    return {path: (entry, num_replicas) for path, entry in by_part[part].items()} | frozen
 
 
 def _tensor_parts(source: Source, place: Span, value: np.ndarray[Any, Any]) -> Iterator[Piece]:

@@ -204,7 +204,7 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
     if setup is not None and config.checkpoint.export is not None:
         # Now, and not after days of training.
         with InputError.collect(problems):
-            shapes = jax.tree.leaves_with_path(setup.saved_of_one[0].params)
+            shapes = jax.tree.leaves_with_path(setup.saved_params[0])
             run_form(run, config.run.path, {path_text(path): tuple(x.shape) for path, x in shapes})
     if not isinstance(config.data, OwnData):
         with InputError.collect(problems):
