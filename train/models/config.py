@@ -166,8 +166,8 @@ class GPTConfig(ModelConfig):
 
     kind: Annotated[KindName, OR_OWN] = "gpt"
     positions: Literal["rotary", "learned"] = "learned"
-    norm: Literal["rms", "rms_plus_one", "layer"] = "layer"
-    biases: tuple[Literal["qkv", "out", "mlp"], ...] = ("qkv", "out", "mlp")
+    norm: Literal["rms", "rms_plus_one", "layer", "layer_unbiased"] = "layer"
+    biases: tuple[Literal["qkv", "out", "mlp", "head"], ...] = ("qkv", "out", "mlp")
     gated: bool = False
     activation: Literal["silu", "gelu", "gelu_tanh"] = "gelu_tanh"
     tied: bool = True

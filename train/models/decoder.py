@@ -34,6 +34,7 @@ from .model import Model, Table, Terms, Vector, of_nnx
 from .moe import MoE
 from .rope import LayerFlags
 
+_TILE = 64
 TABLE_INIT = nnx.initializers.variance_scaling(1.0, "fan_out", "normal")
 """For a table [rows, embed]: rows start with a length of about 1."""
 
@@ -61,6 +62,7 @@ class Decoder(nnx.Module):
         self.layers = stacked(lambda rngs: Block(config, attention, rngs=rngs), config.layers - dense, rngs)
         self.norm = make_norm(config, config.embed, rngs)
         self.head = None if config.tied else Embedding(config.vocab, config.embed, dtype, name="unembedding", rngs=rngs)
+        self.head_bias = Vector(jnp.zeros(config.vocab, jnp.float32)) if "head" in config.biases else None
         self.config = config
         self.terms: Terms = nnx.data({})
         self.counts: Any = nnx.data(())
@@ -95,8 +97,11 @@ class Decoder(nnx.Module):
             x = self.norm(x)
             if self.config.logits_scale != 1:
                 x = x * jnp.asarray(self.config.logits_scale, x.dtype)
+            x, table = signal.tensor(x, "normed"), (self.head or self.embed).table()
+            if self.head_bias is not None:
+                x, table = _with_bias(x, table, self.head_bias[...])
             # [b, s, d] and [v, d]
-            return signal.tensor(signal.tensor(x, "normed"), "operand"), (self.head or self.embed).table()
+            return signal.tensor(x, "operand"), table
 
     def _count(self, sums: Routed, seq: int, experts: ExpertsConfig) -> None:
         """Keeps what the layers have routed: the terms of the loss, the loads for the step, and the counts [L, b, E] for metrics."""
@@ -206,6 +211,13 @@ class Embedding(nnx.Module):
     def table(self) -> jax.Array:
         """The table [v, d] in the type of matmuls."""
         return signal.tensor(jnp.asarray(getattr(self, self.name)[...], self.dtype), "table")
+
+
+def _with_bias(x: jax.Array, table: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The factors of logits to which a bias [v] is added: one more feature, which is 1, and zeros, as matmuls of odd sizes are slow."""
+    ones, rest = jnp.ones((*x.shape[:-1], 1), x.dtype), [(0, 0), (0, _TILE - 1)]
+    x = jnp.concatenate([x, jnp.pad(ones, [(0, 0), *rest])], axis=-1)
+    return x, jnp.concatenate([table, jnp.pad(bias[:, None].astype(table.dtype), rest)], axis=-1)
 
 
 def scores(x: jax.Array, table: jax.Array, softcap: float | None = None) -> jax.Array:

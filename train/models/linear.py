@@ -111,7 +111,12 @@ class OffsetRMSNorm(nnx.Module):
         return (normed * factor).astype(self.dtype)
 
 
-_NORMS: Mapping[str, Callable[..., nnx.Module]] = {"rms": nnx.RMSNorm, "rms_plus_one": OffsetRMSNorm, "layer": nnx.LayerNorm}
+_NORMS: Mapping[str, Callable[..., nnx.Module]] = {
+    "rms": nnx.RMSNorm,
+    "rms_plus_one": OffsetRMSNorm,
+    "layer": nnx.LayerNorm,
+    "layer_unbiased": partial(nnx.LayerNorm, use_bias=False),
+}
 
 
 def make_norm(config: ModelConfig, size: int, rngs: nnx.Rngs) -> Any:

@@ -73,11 +73,11 @@ class Options:
     window: Length | None = None
     window_theta: Positive | None = None
     full_layers: tuple[LayerNumber, ...] = ()
-    norm: Literal["rms", "rms_plus_one", "layer"] = "rms"
+    norm: Literal["rms", "rms_plus_one", "layer", "layer_unbiased"] = "rms"
     norm_place: Literal["before", "after", "both"] = "before"
     norm_eps: Positive = 1e-5
     qk_norm: Literal["head", "all"] | None = None
-    biases: tuple[Literal["qkv", "out", "mlp"], ...] = ()
+    biases: tuple[Literal["qkv", "out", "mlp", "head"], ...] = ()
     gated: bool = True
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
     parallel: Literal["one_norm", "two_norms"] | None = None

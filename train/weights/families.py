@@ -129,6 +129,22 @@ FAMILIES: Mapping[str, Family] = {
             "head/unembedding": "embed_out.weight",
         },
     ),
+    "phi": Family(
+        options=readings.phi,
+        architecture="PhiForCausalLM",
+        names={
+            "attn/out/kernel": "self_attn.dense.weight",
+            "attn/out/bias": "self_attn.dense.bias",
+            "mlp/up_proj/kernel": "mlp.fc1.weight",
+            "mlp/up_proj/bias": "mlp.fc1.bias",
+            "mlp/down/kernel": "mlp.fc2.weight",
+            "mlp/down/bias": "mlp.fc2.bias",
+            "norm/scale": "model.final_layernorm.weight",
+            "norm/bias": "model.final_layernorm.bias",
+            "head_bias": "lm_head.bias",
+        },
+    ),
+    "cohere": Family(options=readings.cohere, architecture="CohereForCausalLM"),
     "stablelm": Family(options=readings.stablelm, architecture="StableLmForCausalLM"),
     "gpt2": Family(
         options=readings.gpt2,

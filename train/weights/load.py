@@ -78,14 +78,14 @@ def _sharded(folder: Folder, source: Source, names: Mapping[str, str], shape: Sh
 def _read(folder: Folder, source: Source, names: Mapping[str, str], spans: tuple[range, ...], dtype: Any) -> np.ndarray[Any, Any]:
     """One shard: the elements of a parameter in these ranges of its dims."""
     stacked, inner = spans[: source.num_stacked], spans[source.num_stacked :]
-    outputs = [source.outputs[n] for n in inner[-1]]
-    low, high = min(outputs), max(outputs) + 1
-    slices = [*(slice(one.start, one.stop) for one in inner[:-1]), slice(low, high)]
-    chosen = None if len(outputs) == high - low else np.array(outputs) - low
+    outputs = np.array([source.outputs[n] for n in inner[-1]])
+    # Outputs of one parameter need not be neighbours in the tensor; no byte between them is read.
+    runs = np.split(outputs, np.flatnonzero(np.diff(outputs) != 1) + 1)
+    cuts = [[*(slice(one.start, one.stop) for one in inner[:-1]), slice(run[0], run[-1] + 1)] for run in runs]
     made = np.empty([len(span) for span in spans], dtype)
     for place in np.ndindex(*(len(span) for span in stacked)):
         name = names[source.at([span[n] for span, n in zip(stacked, place, strict=True)])]
-        part = folder.read(name, slices[::-1] if source.is_transposed else slices)
-        part = part.T if source.is_transposed else part
-        made[place] = part if chosen is None else part[..., chosen]
+        parts = [folder.read(name, cut[::-1] if source.is_transposed else cut) for cut in cuts]
+        parts = [part.T if source.is_transposed else part for part in parts]
+        made[place] = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
     return made

@@ -250,6 +250,36 @@ def stablelm(k: Any) -> dict[str, Any]:
     }
 
 
+def phi(k: Any) -> dict[str, Any]:
+    """The options of phi."""
+    k.require("qk_layernorm", False)
+    shared = _shared(k, activation="gelu_new")
+    return {
+        **shared,
+        "norm": "layer",
+        "norm_eps": k.get("layer_norm_eps", 1e-5),
+        "biases": ["qkv", "out", "mlp", "head"],
+        "gated": False,
+        "parallel": "one_norm",
+        "rope_share": shared["rope_share"] or 0.5,
+    }
+
+
+def cohere(k: Any) -> dict[str, Any]:
+    """The options of cohere."""
+    k.require("use_qk_norm", False)
+    k.ignore("model_max_length")
+    return {
+        **_shared(k, tied=True),
+        "norm": "layer_unbiased",
+        "norm_eps": k.get("layer_norm_eps", 1e-5),
+        "biases": ["qkv", "out"] if k.get("attention_bias", False) else [],
+        "parallel": "one_norm",
+        "rope_pairs": "neighbours",
+        "logits_scale": k.get("logit_scale", 0.0625),
+    }
+
+
 def gpt2(k: Any) -> dict[str, Any]:
     """The options of gpt2."""
     for name in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):

@@ -81,13 +81,16 @@ class Folder:
         part = np.empty([len(span) for span in place], tensor.dtype)
         if not part.size:
             return part
-        view, (begins, size) = part.reshape(-1).view(np.uint8).data, runs(tensor, place)
+        begins, size = runs(tensor, place)
+        rows, preadv = part.reshape(-1).view(np.uint8).reshape(-1, size), os.preadv
 
         def read() -> None:
             with open_file(tensor.file) as file:
-                # A run costs about 1.3 us beside its bytes: 1 KiB of each row is read at 0.8 GB/s.
-                for at, begin in zip(range(0, len(view), size), begins, strict=True):
-                    _fill(file.fileno(), view[at : at + size], begin)
+                number = file.fileno()
+                # A run costs about 1 us beside its bytes: 1 KiB of each row is read at 1 GB/s. So nothing else is in this loop.
+                for row, begin in zip(rows, begins, strict=True):
+                    if (count := preadv(number, (row,), begin)) != size:
+                        _fill(number, row.data[count:], begin + count)
 
         try:
             patiently(read, tensor.file)
@@ -115,6 +118,7 @@ def runs(tensor: Tensor, part: Sequence[range]) -> tuple[list[int], int]:
 
 
 def _fill(file: int, view: memoryview, offset: int) -> None:
+    """Reads the rest of a run."""
     # The system reads at most 2 GiB at once.
     while view:
         count = os.preadv(file, [view], offset)

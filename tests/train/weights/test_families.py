@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import os
 import re
 from functools import cache
 from pathlib import Path
 
+import families_table
 import jax
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from train.models.options import Options
 from train.weights.described import published
 from train.weights.families import FAMILIES
 from train.weights.load import open_files
+from train.weights.safetensors import open_folder
 
 ROOT = Path(__file__).parents[3]
 GOLDENS = ROOT / "tests" / "goldens" / "weights"
@@ -60,6 +63,17 @@ def loaded(name, config, shardings=None):
     return open_files(published(GOLDENS / name), config, shapes).load(shapes, shardings)
 
 
+def test_the_table_of_families_in_the_docs_is_that_of_the_rows():
+    assert families_table.table() in (ROOT / "docs" / "weights.md").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_keeps_nothing_that_its_files_do_not_have(name):
+    # An import leaves these as they are: counts of the last step.
+    variables = jax.eval_shape(build(config_of(name)).init, jax.random.key(0))[1]
+    assert {jgt.path_text(path) for path, _ in jax.tree.leaves_with_path(variables)} <= {"layers/moe/load"}
+
+
 def test_every_family_has_a_golden():
     assert {published(GOLDENS / name).config["model_type"] for name in NAMES} == set(FAMILIES)
 
@@ -68,6 +82,17 @@ def test_every_family_has_a_golden():
 def test_logits_are_those_of_transformers(name):
     config = config_of(name)
     assert error(name, config, loaded(name, config)) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", [n if n == "gpt_neox" else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+def test_each_byte_is_read_once(name, monkeypatch):
+    reads, real = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: reads.append((at, sum(map(len, views)))) or real(file, views, at))
+    loaded(name, config_of(name))
+    tensors = open_folder(GOLDENS / name).tensors.values()
+    assert sum(size for _, size in reads) == sum(tensor.nbytes for tensor in tensors)
+    ends = [at + size for at, size in sorted(reads)]
+    assert all(end <= begin for end, (begin, _) in zip(ends, sorted(reads)[1:], strict=False))
 
 
 @pytest.mark.parametrize("rules", ["fsdp_tensor", pytest.param("fsdp", marks=pytest.mark.slow)])
@@ -102,6 +127,11 @@ def test_without_an_option_logits_are_others(name, key):
     config = config_of(name)
     default = dataclasses.replace(config, **{key: DEFAULTS[key]} | ({"full_layers": (), "window_theta": None} if key == "window" else {}))
     assert error(name, default, loaded(name, config)) > 1e-2
+
+
+def test_without_the_bias_of_the_head_logits_are_others():
+    params = loaded("phi", config := config_of("phi"))
+    assert error("phi", config, {**params, "head_bias": 0 * params["head_bias"]}) > 1e-2
 
 
 # -- config.json ---------------------------------------------------------------------------------------------------

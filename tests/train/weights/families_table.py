@@ -1,0 +1,62 @@
+"""The table of families in docs/weights.md, from the rows of families.py and the config.json of each golden folder.
+
+python tests/train/weights/families_table.py      prints it
+"""
+
+import dataclasses
+from pathlib import Path
+
+from train.models.options import Options
+from train.weights.described import published
+from train.weights.families import FAMILIES
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "weights"
+MODELS = {
+    "llama": "Llama 1, 2, 3, 3.1, 3.2, 3.3",
+    "mistral": "Mistral",
+    "ministral": "Ministral",
+    "mixtral": "Mixtral",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "gemma": "Gemma 1",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3, text",
+    "phi3": "Phi-3, Phi-4",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "smollm3": "SmolLM3",
+    "glm4": "GLM-4",
+    "granite": "Granite 3",
+    "gpt_neox": "GPT-NeoX, Pythia",
+    "phi": "Phi-1, Phi-2",
+    "cohere": "Command-R",
+    "stablelm": "StableLM",
+    "gpt2": "GPT-2",
+}
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Options)}
+
+
+def options_of(kind):
+    """The options of a family that are not Llama's: names, with the value where it is a word."""
+    found = {}
+    for folder in sorted(GOLDENS.iterdir()):
+        described = published(folder)
+        if described.config["model_type"] == kind:
+            keys = described.keys
+            changed = {name: value for name, value in keys.items() if name in DEFAULTS and value not in (DEFAULTS[name], [])}
+            found |= changed | {name: keys[name] for name in ("experts", "tied") if keys.get(name)}
+            found |= {"kind": "gpt"} if keys.get("kind") == "gpt" else {}
+    # Epsilon and theta are numbers of every model.
+    shown = {name: value for name, value in found.items() if name not in ("norm_eps", "rope_theta")}
+    return ", ".join(f"`{name}: {value}`" if isinstance(value, str) else f"`{name}`" for name, value in sorted(shown.items()))
+
+
+def table():
+    """The table in Markdown."""
+    rows = [f"| {MODELS[kind]} | `{kind}` | {options_of(kind)} |" for kind in FAMILIES]
+    return "\n".join(["| models | `model_type` | options |", "|---|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    print(table())
