@@ -328,6 +328,10 @@ def test_only_these_read_packed_files_and_columns():
     assert offenders("train", "zstandard", allowed=["train/data/packed.py"]) == []
 
 
+def test_only_the_harness_is_about_lm_eval():
+    assert offenders("train", "lm_eval", allowed=["train/evaluate/harness.py"]) == []
+
+
 def test_only_these_draw():
     assert (
         offenders(

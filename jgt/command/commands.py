@@ -82,6 +82,7 @@ _OWN = {
         function="inspect",
         make_parser="inspect_parser",
     ),
+    "eval": Command(purpose="evaluate a model: on held-out data, on texts or on tasks", module=".evaluate.__main__"),
     "export": Command(
         purpose="write the model of a run as a folder that transformers loads",
         module=".published",

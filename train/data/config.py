@@ -35,7 +35,7 @@ _MAX_PROBLEMS = 20
 _MAX_NAME = 60
 _DOCUMENTS = ("jsonl", "parquet", "arrow")
 """The sources that read one field of each document."""
-_SUFFIXES: Mapping[str, tuple[str, ...]] = {
+SUFFIXES: Mapping[str, tuple[str, ...]] = {
     "tokens": (".bin", ".npy", ".idx"),
     "parquet": (".parquet", ".pq"),
     "arrow": (".arrow", ".feather", ".ipc"),
@@ -267,7 +267,7 @@ def _file_problems(path: str, source: str, matches: tuple[Path, ...]) -> Iterato
             yield f"{file} cannot be read: {problem}"
         elif not os.access(file, os.R_OK):
             yield f"no permission to read {file}"
-        elif file.suffix not in (ends := _SUFFIXES.get(source, (file.suffix,))):
+        elif file.suffix not in (ends := SUFFIXES.get(source, (file.suffix,))):
             kind = "a token file" if source == "tokens" else f"a file of the source {source}"
             folder = Path(path).parent if path_problem(path, "folder") else Path(path)
             yield (

@@ -30,7 +30,7 @@ _PROBE_BYTES = 1 << 20
 _MAX_PROBLEMS = 20
 _MAX_VOCAB = 10_000_000
 _MOST_SPARED, _SPARED_SHARE = 500_000, 20
-_DOCUMENT_READERS = {
+DOCUMENT_READERS = {
     "jsonl": read_documents,
     "parquet": partial(read_columns, kind="Parquet"),
     "arrow": partial(read_columns, kind="Arrow"),
@@ -116,11 +116,11 @@ class Opener:
             if problems:
                 raise InputError(problems[:_MAX_PROBLEMS])
         encoded = partial(open_encoded, files, tokenizer=self.tokenizer, cache_dir=self.cache_dir)
-        if part.source in _DOCUMENT_READERS:
+        if part.source in DOCUMENT_READERS:
             if self.tokenizer.special.end_of_text is None:
                 missing = "no end-of-text token, which is needed to separate documents"
                 raise InputError([f"{part.tokenizer}: {missing}. {WAYS_TO_NAME_AN_END}"])
-            reader = partial(_DOCUMENT_READERS[part.source], field=part.field)
+            reader = partial(DOCUMENT_READERS[part.source], field=part.field)
             # The field decides which texts are read, so it is part of the cache's key (`kind`).
             return encoded(reader, separator=self.tokenizer.special.end_of_text, kind=f"{part.source}:{part.field}")
         # Bytes of text are ids already, so even a large text needs no cache.

@@ -247,16 +247,25 @@ class Loop:
                 self._eval_step = self.setup.compile_eval_step(self._feed.eval_batch)
                 barrier("compiled evaluation")
         with self._phase("eval", step=step):
-            # Sums stay on the devices until the end; fetching each would make the devices wait for the host.
             params, variables = self.setup.eval_params(state), self.setup.eval_variables(state)
-            sums, in_flight = list[tuple[str, Any]](), InFlight(steps_ahead(self.setup.mesh))
-            for part in self.data.eval_parts:
-                for batch in self._feed.evaluation(self._config.train.eval_batches, part):
-                    sums.append((part, self._eval_step(params, variables, batch)))
-                    in_flight.add(sums[-1][1])
-            row = _means(jax.device_get(sums)) | {"time": round(time.time(), 3)}
+            row = held_out_means(self._eval_step, params, variables, self.setup, self.data, self._feed)
+            row |= {"time": round(time.time(), 3)}
         self.records.metrics(step, row)
         self.screen.step(step, self.num_steps, row)
+
+
+def held_out_means(step: Any, params: Any, variables: Any, setup: Setup, data: Data, feed: Feed) -> dict[str, float]:
+    """The evaluation of parameters, as the state has them, on a run's held-out data: `eval_loss` and its like, and those of each part.
+
+    step: the compiled evaluation of `feed.eval_batch` rows.
+    """
+    # Sums stay on the devices until the end; fetching each would make the devices wait for the host.
+    sums, in_flight = list[tuple[str, Any]](), InFlight(steps_ahead(setup.mesh))
+    for part in data.eval_parts:
+        for batch in feed.evaluation(setup.run.config.train.eval_batches, part):
+            sums.append((part, step(params, variables, batch)))
+            in_flight.add(sums[-1][1])
+    return _means(jax.device_get(sums))
 
 
 def _means(sums: Sequence[tuple[str, Mapping[str, tuple[Any, Any]]]]) -> dict[str, float]:

@@ -108,7 +108,7 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
             before = jax.tree.map(jnp.copy, state) if number == step else None
             state, metrics = train_step(state, batch, setup.settings(number))
             loss, norm = (float(x) for x in jax.device_get((metrics["loss"], metrics["grad_norm"])))
-            digest = int(_digest((state.params, state.opt_state, state.variables, state.average)))
+            digest = int(digest_of_arrays((state.params, state.opt_state, state.variables, state.average)))
             replayed[number] = ReplayedStep(loss=loss, grad_norm=norm, digest=digest)
         passes.append(replayed)
     assert before is not None
@@ -199,7 +199,7 @@ def _sample_losses(setup: Setup, state: State, batches: Iterable[dict[str, jax.A
 
 
 @jax.jit
-def _digest(tree: Any) -> jax.Array:
+def digest_of_arrays(tree: Any) -> jax.Array:
     """A checksum of all arrays of a tree, uint32[]. Integer sums do not depend on their order, so any mesh gives the same."""
     words = [
         jnp.sum(jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize]).astype(jnp.uint32))

@@ -93,6 +93,12 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(logits, axis=-1) - _logits_of(targets, logits)
 
 
+def by_chunks(values_of: Callable[[Any], Any], whole: Any, chunks: int) -> Any:
+    """The values [b, s] that a function has for arrays [b, s, ...], computed for one chunk of the sequence after another."""
+    # [chunks, b, s / chunks] → [b, s]
+    return values_of(whole) if chunks == 1 else jax.tree.map(_joined, jax.lax.map(values_of, _split(whole, chunks)))
+
+
 def _logits_of(targets: jax.Array, logits: jax.Array) -> jax.Array:
     # By comparison, not by a gather: a vocabulary that is split over devices stays split, and each device sums its own part.
     return jnp.sum(jnp.where(_is_target(logits, targets), logits, 0), axis=-1)  # [b, s, v] → [b, s]
@@ -111,10 +117,7 @@ def _loss(options: _Options, x: jax.Array, table: jax.Array, targets: jax.Array,
         x, targets, _ = chunk
         return cross_entropy(scores(x, table, softcap), targets)
 
-    whole = x, targets, weights
-    # [chunks, b, s / chunks] → [b, s]
-    nats = nats_of(whole) if chunks == 1 else _joined(jax.lax.map(nats_of, _split(whole, chunks)))
-    return jnp.sum(weights * nats)
+    return jnp.sum(weights * by_chunks(nats_of, (x, targets, weights), chunks))
 
 
 def _forward(options: _Options, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
@@ -185,10 +188,9 @@ def _by_group(x: jax.Array, groups: Groups) -> jax.Array:
     return x.reshape(math.prod(groups), -1, *x.shape[1:])
 
 
-def _split(whole: Chunk, chunks: int) -> Chunk:
+def _split(whole: Any, chunks: int) -> Any:
     # Chunk i takes positions i, i + chunks, ...: each chunk has positions of every device, so a split sequence does not move.
-    x, targets, weights = (jnp.moveaxis(a.reshape(a.shape[0], -1, chunks, *a.shape[2:]), 2, 0) for a in whole)
-    return x, targets, weights
+    return jax.tree.map(lambda a: jnp.moveaxis(a.reshape(a.shape[0], -1, chunks, *a.shape[2:]), 2, 0), whole)
 
 
 def _joined(parts: jax.Array) -> jax.Array:

@@ -171,7 +171,8 @@ def with_published(root: Node) -> Node:
     theirs = Node.of(dict(described.keys), f"{file}:1", "model")
     root = replace(root, value={**root.children, "model": replace(model, value={**theirs.children, **model.children})})
     data, tokenizer = root.find("data"), described.path / "tokenizer.json"
-    if data.key == "data" and "tokenizer" not in data.children and os.path.lexists(tokenizer):
+    data = data if data.key == "data" else Node({}, f"{file}:1", "data")
+    if "tokenizer" not in data.children and os.path.lexists(tokenizer):
         inside(described.path, tokenizer.name)
         own = {"tokenizer": Node(str(tokenizer), f"{file}:1", "data.tokenizer")}
         root = replace(root, value={**root.children, "data": replace(data, value={**data.children, **own})})

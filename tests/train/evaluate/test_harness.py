@@ -1,0 +1,82 @@
+"""Tasks of lm-evaluation-harness: the answers of its own model `hf`, and an evaluation that is killed."""
+
+import json
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from local_tasks import ANSWERS, write_model, write_tasks
+
+from jgt.__main__ import main
+from train.evaluate.likelihood import Scorer
+
+pytest.importorskip("lm_eval")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+TASKS = ("local_choice", "local_rolling")
+
+
+@pytest.fixture(autouse=True)
+def _without_helpers(monkeypatch):
+    """The harness looks for transformers, and there is a helper of that name."""
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if Path(path).name != "helpers"])
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)
+
+
+@pytest.mark.parametrize("layout", [[], ["--mesh", "data=2,fsdp=2,tensor=2", "--rules", "jgt:fsdp_tensor"]], ids=["alone", "2x2x2"])
+def test_results_are_those_of_hf(layout, tmp_path, capsys):
+    model, tasks, out = write_model(tmp_path / "model"), write_tasks(tmp_path / "tasks"), tmp_path / "out"
+    arguments = ["--tasks", ",".join(TASKS), "--include", str(tasks), "--out", str(out)]
+    assert main(["eval", str(model), *arguments, *layout, "--json"]) == 0
+    found, expected = json.loads(capsys.readouterr().out)["tasks"], json.loads(ANSWERS.read_text())
+    for task in TASKS:
+        metrics = expected["results"][task]
+        assert {name: found["results"][task][name] for name in metrics} == pytest.approx(metrics, rel=1e-4), task
+    (file,) = out.glob("results_*.json")
+    assert json.loads(file.read_text())["results"] == found["results"]
+
+
+def test_tasks_that_cannot_be_evaluated_are_refused(tmp_path, capsys):
+    model, tasks = write_model(tmp_path / "model"), write_tasks(tmp_path / "tasks")
+    arguments = ["eval", str(model), "--include", str(tasks), "--out", str(tmp_path / "out"), "--tasks"]
+    assert main([*arguments, "local_choise"]) == 2
+    assert "--tasks local_choise: no such task. Did you mean 'local_choice'?" in capsys.readouterr().err
+    assert main([*arguments, "local_writing"]) == 2
+    assert "a task lets the model write text, which jgt eval does not do yet" in capsys.readouterr().err
+
+
+def test_an_evaluation_that_is_killed_continues(tmp_path, monkeypatch, capsys):
+    model, tasks, out = write_model(tmp_path / "model"), write_tasks(tmp_path / "tasks"), tmp_path / "out"
+    arguments = ["eval", model, "--tasks", "local_choice", "--include", tasks, "--out", out, "--batch", 1]
+    command = [sys.executable, "-m", "jgt", *map(str, arguments)]
+    root = Path(__file__).parents[3]
+    first = subprocess.Popen(command, cwd=root, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and first.poll() is None and count(out) < 20:
+        time.sleep(0.02)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    stored = count(out)
+    assert 20 <= stored < 120
+    computed, scores = [], Scorer.scores
+    monkeypatch.setattr(Scorer, "scores", lambda self, rows, **what: (computed.extend(rows), scores(self, rows, **what))[1])
+    assert main([*map(str, arguments), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert len(computed) == 120 - stored and "Earlier answers are read from" in printed.err
+    found, expected = json.loads(printed.out)["tasks"]["results"], json.loads(ANSWERS.read_text())["results"]
+    assert {name: found["local_choice"][name] for name in expected["local_choice"]} == pytest.approx(expected["local_choice"], rel=1e-4)
+    assert count(out) == 120
+
+
+def count(out):
+    files = list(out.glob("answers-*.db"))
+    if not files:
+        return 0
+    with sqlite3.connect(f"file:{files[0]}?mode=ro", uri=True) as base:
+        try:
+            return base.execute("select count(*) from unnamed").fetchone()[0]
+        except sqlite3.OperationalError:
+            return 0
