@@ -9,6 +9,7 @@ both are a config, whose `Setup` places the arrays.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import math
@@ -30,16 +31,20 @@ from .checkpoint.saved import find_checkpoint
 from .checkpoint.signature import read_key
 from .code.files import COPY, Code
 from .code.names import is_name
+from .compiled import finish_trial
 from .config import Run
 from .data.config import BYTES, DataConfig, OwnData
 from .data.special import declared_ends
 from .data.tokenizer import Tokenizer, open_tokenizer
+from .generate.generate import Completion, Generator
+from .generate.rules import rules_of
 from .models.config import ModelConfig, OwnModel
 from .run.api import listed, own_code, start_jax_here
 from .run.folder import CONFIG
 from .run.replicas import restored_of_one
 from .run.start import published_params
 from .setup import Setup, prepare
+from .setup.layout import mesh_layout
 from .step.trained import merged
 
 _PUBLISHED = "hf:"
@@ -83,6 +88,15 @@ class Loaded:
         folder = self.config.hf if isinstance(self.config, ModelConfig) else None
         return () if folder is None else declared_ends(Path(folder))
 
+    @functools.cached_property
+    def generator(self) -> Generator:
+        """What continues texts with the model. Its programs are compiled once."""
+        return Generator(self.setup, self.params, self.variables, self.tokenizer, ends=self.ends)
+
+    def generate(self, prompts: Sequence[str | Sequence[int]], *, seed: int | None = None, **keys: Any) -> list[Completion]:
+        """The answers to prompts, texts or lists of tokens. keys: of the section `generate:`. Raises InputError."""
+        return self.generator.answers(prompts, seed=seed, **keys)
+
     def logits(self, tokens: Any) -> jax.Array:
         """The logits [rows, n, vocab] of tokens [rows, n], each row a text from its beginning. Raises ValueError for other shapes."""
         ids, seq = np.asarray(tokens, np.int32), self.config.seq
@@ -112,12 +126,14 @@ def load_model(
     sharded: bool = False,
     mesh: Any = None,
     rules: Rules | str | Path | Mapping[str, Any] | None = None,
+    generates: bool = False,
 ) -> Loaded:
     """The model of a run directory's newest checkpoint, of one of its checkpoints, or of a folder of Hugging Face, with or without `hf:`.
 
     overrides: changes of the run's config. model, loss, data, code: the run's own parts, as in `run_here`. mesh, rules: the layout of the
     arrays: sizes by axis, and rules, which are the run's if only a mesh is given. sharded: whether mesh and rules are the run's. Without
-    any of them, the arrays are whole on one device. Raises InputError, also without a checkpoint.
+    any of them, the arrays are whole on one device. generates: the layout is the one of generation, in which a model need not train.
+    Raises InputError, also without a checkpoint.
     """
     if mesh is not None and not isinstance(mesh, Mapping):
         raise TypeError(f"mesh must be the sizes of its axes, such as {{'fsdp': 8}}, not a {type(mesh).__name__}")
@@ -133,6 +149,10 @@ def load_model(
     if rules is not None:
         run = _with_rules(run, rules)
     start_jax_here(run)
+    # A process that reaches its end has no fault in the compiled programs that it has loaded.
+    atexit.register(finish_trial)
+    if generates:
+        run = replace(run, rules=rules_of(run, mesh_layout(run).mesh.shape)[0])
     setup = prepare(run if sharded else _with_small_batch(run), partial_rules=True)
     return _published(setup, folder) if is_published else _trained(setup, Path(path))
 

@@ -276,20 +276,6 @@ class DebugConfig:
     faults: tuple[Fault, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class SampleConfig:
-    """The `sample:` section: text that the model generates when training ends.
-
-    tokens: how many tokens to generate, at most up to model.seq. 0: none.
-    prompt: the text that the sample continues.
-    temperature: divides the logits before a token is drawn. 0: always the likeliest token.
-    """
-
-    tokens: Natural = 0
-    prompt: str = "\n"
-    temperature: NotNegative = 0.8
-
-
 def missing_loggers(names: Sequence[str]) -> list[str]:
     """The loggers among these whose package is not installed."""
     return [name for name in dict.fromkeys(names) if name in _PACKAGES and not is_installed(_PACKAGES[name])]

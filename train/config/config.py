@@ -12,6 +12,7 @@ from jgt.planner import Budget
 from ..code.files import Code
 from ..code.names import is_name
 from ..data.config import DataConfig, OwnData
+from ..drawing import GenerateConfig, SampleConfig
 from ..models.config import ModelConfig, OwnModel
 from ..processes.config import WatchdogConfig
 from ..sections import (
@@ -21,7 +22,6 @@ from ..sections import (
     DevicesConfig,
     LoggerName,
     RunConfig,
-    SampleConfig,
     TrainConfig,
     XlaConfig,
 )
@@ -54,6 +54,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
     log: tuple[LoggerName, ...] | None = None
     debug: DebugConfig = field(default_factory=DebugConfig)
     budget: Node | None = None

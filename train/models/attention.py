@@ -17,14 +17,18 @@ from flax import nnx
 
 from jgt import signal
 
+from .cache import Cache, KeysValues, layer_of, seen, written
 from .config import ModelConfig
-from .kernels import Attend
+from .kernels import Attend, attend_to
 from .linear import adding_init, cheap, linear, make_norm, read_by
-from .rope import LayerFlags, rotate
+from .rope import LayerFlags, Rows, rotate
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention (arXiv 2305.13245), [b, s, d] → [b, s, d]."""
+    """Grouped-query attention (arXiv 2305.13245), [b, s, d] → [b, s, d], and the keys and values.
+
+    With a cache the tokens [b, 1, d] follow those of the cache and see them too. Their keys and values are in the cache that is returned.
+    """
 
     def __init__(self, config: ModelConfig, *, attend: Attend, rngs: nnx.Rngs):
         queries, keys = config.heads * config.head_size, config.num_kv_heads * config.head_size
@@ -37,8 +41,11 @@ class Attention(nnx.Module):
         self.q_norm: Any = make_norm(config, config.head_size if by_head else queries, rngs) if config.qk_norm else None
         self.k_norm: Any = make_norm(config, config.head_size if by_head else keys, rngs) if config.qk_norm else None
         self.attend, self.config = attend, config
+        options = {"scale": config.attention_scale, "softcap": config.attention_softcap}
+        # Only options that the model uses, since a kernel may not accept the others.
+        self.options = {name: value for name, value in options.items() if value is not None}
 
-    def __call__(self, x: jax.Array, segments: jax.Array | None, flags: LayerFlags) -> jax.Array:
+    def __call__(self, x: jax.Array, rows: Rows, flags: LayerFlags, cache: Cache | None = None) -> tuple[jax.Array, Any]:
         config = self.config
         q, k, v = read_by(x, self.q_proj, self.k_proj, self.v_proj)
         if config.qk_norm == "all":
@@ -48,14 +55,37 @@ class Attention(nnx.Module):
         if config.qk_norm == "head":
             q, k = cheap(self.q_norm)(q), cheap(self.k_norm)(k)
         if config.positions == "rotary":
-            q, k = (rotate(y, config, flags, segments) for y in (q, k))
+            q, k = (rotate(y, config, flags, rows) for y in (q, k))
         q, k, v = signal.tensor(q, "q"), signal.tensor(k, "k"), signal.tensor(v, "v")
+        if cache is None:
+            heads, kept = self._attended(q, k, v, rows.segments, flags), KeysValues(k, v)
+        else:
+            heads, kept = self._recalled(q, KeysValues(k, v), rows, flags, cache)
+        heads = signal.tensor(heads, "heads")  # [b, s, n, h]
+        return signal.tensor(self.out(heads.reshape(*x.shape[:2], -1)), "out"), kept  # [b, s, n · h] → [b, s, d]
+
+    def _attended(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, flags: LayerFlags) -> jax.Array:
         mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]  # [b, 1, s, s]
-        options = {"scale": config.attention_scale, "softcap": config.attention_softcap, "window": self._window(x.shape[1], flags)}
-        # Only options that the model uses, since a kernel may not accept the others.
-        given = {name: value for name, value in options.items() if value is not None}
-        heads = signal.tensor(self.attend(q, k, v, mask=mask, **given), "heads")  # [b, s, n, h]
-        return signal.tensor(self.out(heads.reshape(*x.shape[:2], -1)), "out")  # [b, s, n · h] → [b, s, d]
+        window = self._window(q.shape[1], flags)
+        return self.attend(q, k, v, mask=mask, **self.options, **({} if window is None else {"window": window}))
+
+    def _recalled(self, q: jax.Array, new: KeysValues, rows: Rows, flags: LayerFlags, cache: Cache) -> tuple[jax.Array, Cache]:
+        """The heads of tokens behind those of a cache, and the cache with them."""
+        lengths = rows.lengths
+        assert lengths is not None
+        cache = written(cache, new, flags.place, flags.is_full)
+
+        def over(stack: KeysValues) -> jax.Array:
+            keys, values = layer_of(stack, flags.place)
+            is_seen = seen(keys.shape[1], cache.step, lengths - 1)
+            return attend_to(q, keys, values, is_seen[:, None, None, None, :], **self.options)
+
+        full, window = cache.full, cache.window
+        if full is not None and window is not None:
+            return jax.lax.cond(flags.is_full, over, lambda _: over(window), full), cache
+        stack = window if full is None else full
+        assert stack is not None
+        return over(stack), cache
 
     def _window(self, seq: int, flags: LayerFlags) -> int | jax.Array | None:
         """The number of tokens that a token of this layer sees, itself included; None: all earlier ones."""

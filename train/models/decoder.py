@@ -22,7 +22,9 @@ from flax import nnx
 
 from jgt import signal
 
+from . import cache as caches
 from .attention import Attention
+from .cache import Cache
 from .config import ModelConfig
 from .experts import balance
 from .experts.balance import Routed
@@ -32,7 +34,7 @@ from .linear import cheap, compute_type, make_norm
 from .mlp import MLP
 from .model import Model, Table, Terms, Vector, of_nnx
 from .moe import MoE
-from .rope import LayerFlags
+from .rope import LayerFlags, Rows
 
 _TILE = 64
 TABLE_INIT = nnx.initializers.variance_scaling(1.0, "fan_out", "normal")
@@ -77,22 +79,50 @@ class Decoder(nnx.Module):
 
         segments: the position [b, s] at which the document of each token begins; None if each row is one document.
         """
+        x, sums, _ = self._stream(tokens, Rows(segments))
+        if self.config.experts is not None:
+            self._count(sums, tokens.shape[1], self.config.experts)
+        return self._scored(x)
+
+    def read(self, tokens: jax.Array, lengths: jax.Array, step: jax.Array, slots: int) -> tuple[jax.Array, Cache]:
+        """The logits [b, v] after texts, and their cache. tokens: [b, s], of which `lengths` [b] are text. step, slots: the cache's."""
+        x, _, new = self._stream(tokens, Rows(lengths=lengths), keeps=True)
+        last = jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)
+        return self._logits(last), caches.filled(self.config, new, lengths, step, slots)
+
+    def write(self, tokens: jax.Array, lengths: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+        """The logits [b, v] after one more token of each row, [b], and the cache with it. lengths: int[b], the tokens before it."""
+        rows = Rows(segments=-lengths[:, None], lengths=lengths + 1)
+        x, _, cache = self._stream(tokens[:, None], rows, cache)
+        return self._logits(x), cache._replace(step=cache.step + 1)
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        x, table = self._scored(x)
+        with signal.context("head"):
+            return scores(x, table, self.config.logits_softcap)[:, 0]
+
+    def _stream(self, tokens: jax.Array, rows: Rows, cache: Cache | None = None, *, keeps: bool = False) -> tuple[jax.Array, Any, Any]:
+        """The stream [b, s, d] behind the layers, what experts were given, and the cache or (keeps) the keys and values of all layers."""
         experts = self.config.experts
         with signal.context("embed"):
             x = signal.tensor(self.embed(tokens), "rows")
             if self.positions is not None:
-                x = x + _positions(self.positions[...], tokens.shape[1], segments).astype(x.dtype)
+                x = x + _positions(self.positions[...], tokens.shape[1], rows.segments).astype(x.dtype)
             if self.config.embed_scale != 1:
                 x = x * jnp.asarray(self.config.embed_scale, x.dtype)
             # It has another name, so that `out` of this signal may differ from the layout of the rows.
             x = signal.tensor(x, "stream")
         with signal.context("layers"):
-            num_dense = 0 if experts is None else experts.first_dense
+            num_dense, first = 0 if experts is None else experts.first_dense, None
+            flags = partial(layer_flags, self.config, is_cached=cache is not None)
             if self.dense is not None:
-                x, _ = scan_layers(self.dense, x, segments, layer_flags(self.config, 0, num_dense))
-            x, sums = scan_layers(self.layers, x, segments, layer_flags(self.config, num_dense, self.config.layers))
-        if experts is not None:
-            self._count(sums, tokens.shape[1], experts)
+                (x, cache), (_, first) = scan_layers(self.dense, x, rows, flags(0, num_dense), cache, keeps=keeps)
+            (x, cache), (sums, new) = scan_layers(self.layers, x, rows, flags(num_dense, self.config.layers), cache, keeps=keeps)
+        if first is not None:
+            new = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, new)
+        return x, sums, new if keeps else cache
+
+    def _scored(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         with signal.context("head"):
             x = self.norm(x)
             if self.config.logits_scale != 1:
@@ -113,7 +143,7 @@ class Decoder(nnx.Module):
 class Block(nnx.Module):
     """One layer: attention and MLP, which add to x. Their norms are before them (arXiv 2002.04745), after them, or both.
 
-    [b, s, d] → [b, s, d] and, with experts in the place of the MLP, what they were given.
+    [b, s, d] → [b, s, d], what experts in the place of the MLP were given, and keys and values as in `Attention`.
     """
 
     def __init__(self, config: ModelConfig, attention: AttentionKernel, *, rngs: nnx.Rngs):
@@ -127,11 +157,12 @@ class Block(nnx.Module):
         self.attn_post, self.mlp_post = (norm(), norm()) if is_after else (None, None)
         self.parallel, self.scale = config.parallel, config.residual_scale
 
-    def __call__(self, x: jax.Array, segments: jax.Array | None, flags: LayerFlags) -> tuple[jax.Array, Routed | None]:
+    def __call__(self, x: jax.Array, rows: Rows, flags: LayerFlags, cache: Cache | None = None) -> tuple[jax.Array, Routed | None, Any]:
         before, sums = x, None
         with signal.context("attn"):
             normed = _normed(self.attn_norm, x)
-            x = self._added(x, self.attn(normed, segments, flags), self.attn_post)
+            y, kept = self.attn(normed, rows, flags, cache)
+            x = self._added(x, y, self.attn_post)
         with signal.context("mlp" if self.moe is None else "moe"):
             if self.parallel != "one_norm":
                 normed = _normed(self.mlp_norm, before if self.parallel else x)
@@ -139,7 +170,7 @@ class Block(nnx.Module):
                 y, sums = self.moe(normed)
             else:
                 y = self.mlp(normed)
-            return self._added(x, y, self.mlp_post), sums
+            return self._added(x, y, self.mlp_post), sums, kept
 
     def _added(self, x: jax.Array, y: jax.Array, norm: Any) -> jax.Array:
         y = y if norm is None else cheap(norm)(y)
@@ -160,8 +191,10 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.R
     return nnx.vmap(make, in_axes=0, out_axes=0)(rngs.split(num_layers))
 
 
-def scan_layers(layers: Any, x: jax.Array, segments: jax.Array | None, flags: LayerFlags) -> tuple[jax.Array, Any]:
-    """x [b, s, d] through stacked layers, each of which also reads the segments [b, s], and what else they return, [layers, ...].
+def scan_layers(
+    layers: Any, x: jax.Array, rows: Rows, flags: LayerFlags, cache: Cache | None = None, *, keeps: bool = False
+) -> tuple[tuple[jax.Array, Cache | None], tuple[Any, Any]]:
+    """x [b, s, d] and a cache through stacked layers, and what experts were given and (keeps) keys and values, [layers, ...].
 
     flags: those of all layers, [layers] where they differ.
     """
@@ -169,22 +202,26 @@ def scan_layers(layers: Any, x: jax.Array, segments: jax.Array | None, flags: La
     graphdef, params = nnx.split(layers)
     varied = {name: flag for name, flag in flags._asdict().items() if not isinstance(flag, bool)}
 
-    def layer(x: jax.Array, own: tuple[Any, Any]) -> tuple[jax.Array, Any]:
-        params, varied = own
-        return nnx.merge(graphdef, params)(x, segments, flags._replace(**varied))
+    def layer(carry: tuple[jax.Array, Cache | None], own: tuple[Any, Any]) -> tuple[Any, Any]:
+        (x, cache), (params, varied) = carry, own
+        x, sums, kept = nnx.merge(graphdef, params)(x, rows, flags._replace(**varied), cache)
+        # The cache is carried, so that each layer writes into it where it is.
+        return (x, None if cache is None else kept), (sums, kept if keeps else None)
 
-    return jax.lax.scan(layer, x, (params, varied))
+    return jax.lax.scan(layer, (x, cache), (params, varied))
 
 
-def layer_flags(config: ModelConfig, first: int, end: int) -> LayerFlags:
-    """The flags of layers first to end: one bool if it is that of all of them, otherwise bool[layers]."""
+def layer_flags(config: ModelConfig, first: int, end: int, *, is_cached: bool = False) -> LayerFlags:
+    """The flags of layers first to end: one bool if it is that of all of them, otherwise bool[layers]. is_cached: with their places."""
 
     def flag(is_true: Callable[[int], bool]) -> bool | jax.Array:
         values = [is_true(n) for n in range(first, end)]
         return values[0] if len(set(values)) == 1 else jnp.array(values)
 
     return LayerFlags(
-        is_full=flag(lambda n: config.window is None or n in config.full_layers), rotates=flag(lambda n: n not in config.unrotated_layers)
+        is_full=flag(lambda n: config.window is None or n in config.full_layers),
+        rotates=flag(lambda n: n not in config.unrotated_layers),
+        place=is_cached and jnp.array(caches.places_of(config)[first:end]),
     )
 
 

@@ -138,18 +138,25 @@ def _attend(
     window: int | jax.Array | None = None,
 ) -> jax.Array:
     """q [b, s, n, h], k and v [b, s, k, h], mask bool [b, 1, s, s] or None → [b, s, n, h]. Scores and softmax are in f32."""
-    (b, s, _, h), heads = q.shape, k.shape[2]
-    # [b, s, n, h] → [b, s, k, g, h]: the query heads of a key/value head are neighbours.
-    grouped = q.reshape(b, s, heads, -1, h)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * (scale or h**-0.5)
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
+    s = q.shape[1]
     is_seen = jnp.tril(jnp.ones((s, s), bool))
     if window is not None:
         is_seen = is_seen & (jnp.arange(s)[:, None] - jnp.arange(s)[None, :] < window)
     is_seen = is_seen[None, None, None]
     # [b, 1, s, s] → [b, 1, 1, s, s]
-    is_seen = is_seen if mask is None else is_seen & mask[:, :, None]
+    return attend_to(q, k, v, is_seen if mask is None else is_seen & mask[:, :, None], scale=scale, softcap=softcap)
+
+
+def attend_to(
+    q: jax.Array, k: jax.Array, v: jax.Array, is_seen: jax.Array, *, scale: float | None = None, softcap: float | None = None
+) -> jax.Array:
+    """Queries [b, t, n, h], and keys and values [b, s, k, h] of which each query sees some, bool [b, 1, 1, t, s] → [b, t, n, h]."""
+    (b, t, _, h), heads = q.shape, k.shape[2]
+    # [b, t, n, h] → [b, t, k, g, h]: the query heads of a key/value head are neighbours.
+    grouped = q.reshape(b, t, heads, -1, h)
+    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * (scale or h**-0.5)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     return jnp.einsum("bkgts,bskh->btkgh", _probabilities(scores, is_seen, v.dtype), v).reshape(q.shape)
 
 

@@ -58,6 +58,7 @@ class Model:
     init(key) → params and variables. run(use, params, variables, is_training) → the result of `use` and the variables after it. declared:
     by path, the roles that do not follow from a parameter's rank. has_features: whether the module has `features` (see
     `train.step.loss.make_loss`). has_segments: whether the module takes `segments`, by which documents are masked from each other.
+    has_cache: whether the module can compute one token at a time (`train.generate.caching`).
     is_trained_differently: whether `is_training` makes a difference, or there are terms. terms(module): the terms of a module that was
     called. settle(variables) → the variables after a step, and metrics of the step, from those that the step's calls have left.
     """
@@ -67,6 +68,7 @@ class Model:
     declared: Mapping[str, Role] = field(default_factory=dict[str, Role])
     has_features: bool
     has_segments: bool
+    has_cache: bool
     is_trained_differently: bool
     terms: Callable[[Any], Terms] = lambda module: {}
     settle: Settle = lambda variables: (variables, {})
@@ -131,6 +133,7 @@ def of_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         declared=_declared_by_nnx(module),
         has_features=hasattr(module, "features"),
         has_segments=takes_segments(getattr(module, "features", module)),
+        has_cache=hasattr(module, "init_cache") and hasattr(module, "decode"),
         is_trained_differently=graphs[True] != graphs[False],
     )
 
@@ -176,6 +179,7 @@ def of_linen(module: linen.Module, call: Callable[[Any], Any]) -> Model:
         declared=declared,
         has_features=hasattr(module, "features"),
         has_segments=takes_segments(getattr(module, "features", module)),
+        has_cache=hasattr(module, "init_cache") and hasattr(module, "decode"),
         is_trained_differently=False,
     )
 

@@ -14,33 +14,45 @@ import jax.numpy as jnp
 from .options import Options, RopeScaling
 
 
+class Rows(NamedTuple):
+    """Where the tokens [b, s] are in their texts.
+
+    segments: int[b, s], the position in its row at which the document of each token begins, which is negative where the first tokens are in
+    a cache; None if each row is one document. lengths: int[b], the tokens of each row's text so far; None: s.
+    """
+
+    segments: jax.Array | None = None
+    lengths: jax.Array | None = None
+
+
 class LayerFlags(NamedTuple):
     """The values that may differ between layers. A flag that differs is an array, of which the scan gives each layer its entry.
 
     is_full: whether a token sees all earlier ones, whatever `model.window` says. rotates: whether queries and keys have rotary positions.
+    place: the layer's place among those of its kind in a cache, int32[]; False without a cache.
     """
 
     is_full: bool | jax.Array = True
     rotates: bool | jax.Array = True
+    place: bool | jax.Array = False
 
 
-def rotate(x: jax.Array, options: Options, flags: LayerFlags, segments: jax.Array | None) -> jax.Array:
-    """x [b, s, n, h] with the first elements of each head rotated by the token's position in its document.
-
-    segments: int[b, s], where the document of each token begins; None if each row is one document.
-    """
-    seq, size = x.shape[1], int(x.shape[-1] * options.rope_share)
-    frequency, magnitude = _frequencies(options, size // 2, seq, flags.is_full)
+def rotate(x: jax.Array, options: Options, flags: LayerFlags, rows: Rows) -> jax.Array:
+    """x [b, s, n, h] with the first elements of each head rotated by the token's position in its document."""
+    seq, size, segments = x.shape[1], int(x.shape[-1] * options.rope_share), rows.segments
+    # [r/2], or [b, 1, r/2] where texts of different lengths have different frequencies.
+    frequency, magnitude = _frequencies(options, size // 2, seq if rows.lengths is None else rows.lengths[:, None, None], flags.is_full)
     if flags.rotates is not True:
         # Without rotation all angles are 0.
         frequency = jnp.where(flags.rotates, frequency, 0.0)
     positions = jnp.arange(seq, dtype=jnp.float32)
-    if segments is None:
+    if segments is None and frequency.ndim == 1:
         angle = positions[:, None] * frequency[None, :]  # [s, r/2]
         # [s, r/2] → [1, s, 1, r/2], to be multiplied with all heads of all rows.
         cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
     else:
-        angle = (positions[None, :] - segments)[..., None] * frequency[None, None, :]  # [b, s, r/2]
+        placed = positions[None, :] if segments is None else positions[None, :] - segments
+        angle = placed[..., None] * (frequency[None, None, :] if frequency.ndim == 1 else frequency)  # [b, s, r/2]
         cos, sin = jnp.cos(angle)[:, :, None, :], jnp.sin(angle)[:, :, None, :]
     if magnitude != 1.0:
         factor: float | jax.Array = magnitude
@@ -58,20 +70,20 @@ def rotate(x: jax.Array, options: Options, flags: LayerFlags, segments: jax.Arra
     return made if rest is None else jnp.concatenate([made, rest], axis=-1)
 
 
-def _frequencies(options: Options, half: int, seq: int, is_full: bool | jax.Array) -> tuple[jax.Array, float]:
-    """The angle f32[r/2] between neighbouring tokens, and the factor of what is rotated."""
+def _frequencies(options: Options, half: int, length: int | jax.Array, is_full: bool | jax.Array) -> tuple[jax.Array, float]:
+    """The angle f32[r/2] between neighbouring tokens of a text, and the factor of what is rotated. length: int, or int[b, 1, 1]."""
     # Angles are f32 whatever the model's type: bf16 cannot tell position 256 from 257.
     exponents = -jnp.arange(half, dtype=jnp.float32) / half
     frequency, magnitude = options.rope_theta**exponents, 1.0
     if options.rope_scaling is not None:
-        frequency, magnitude = _scaled(frequency, options.rope_scaling, seq)
+        frequency, magnitude = _scaled(frequency, options.rope_scaling, length)
     if options.window_theta is not None:
         # Windows are short, so theirs are not scaled.
-        frequency = jnp.where(is_full, frequency, options.window_theta**exponents)
+        frequency = jnp.where(is_full, frequency, jnp.broadcast_to(options.window_theta**exponents, frequency.shape))
     return frequency, magnitude
 
 
-def _scaled(frequency: jax.Array, scaling: RopeScaling, seq: int) -> tuple[jax.Array, float]:
+def _scaled(frequency: jax.Array, scaling: RopeScaling, length: int | jax.Array) -> tuple[jax.Array, float]:
     if scaling.kind == "linear":
         return frequency / scaling.factor, scaling.magnitude or 1.0
     if scaling.kind == "llama3":
@@ -79,6 +91,11 @@ def _scaled(frequency: jax.Array, scaling: RopeScaling, seq: int) -> tuple[jax.A
         # 0 for a frequency that is divided, 1 for one that is kept.
         kept = jnp.clip((turns - scaling.low) / (scaling.high - scaling.low), 0.0, 1.0)
         return frequency / scaling.factor * (1 - kept) + frequency * kept, scaling.magnitude or 1.0
-    divisors = scaling.long if seq > scaling.original else scaling.short
+    is_long = length > scaling.original
+    if isinstance(is_long, bool):
+        divisors = jnp.array(scaling.long if is_long else scaling.short, jnp.float32)
+    else:
+        long, short = (jnp.array(divisors, jnp.float32)[None, None, :] for divisors in (scaling.long, scaling.short))
+        divisors = jnp.where(is_long, long, short)
     usual = 1.0 if scaling.factor <= 1 else math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original))
-    return frequency / jnp.array(divisors, jnp.float32), scaling.magnitude or usual
+    return jnp.broadcast_to(frequency, divisors.shape) / divisors, scaling.magnitude or usual

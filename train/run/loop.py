@@ -23,6 +23,8 @@ from ..checkpoint.checkpoint import Checkpoints
 from ..checkpoint.steps import FOLDER
 from ..data.batches import Data
 from ..export.exports import Exports
+from ..generate.generate import sample_text
+from ..generate.text import terminal_text
 from ..processes.processes import barrier
 from ..processes.watch import Watch
 from ..records.clock import InFlight, steps_ahead
@@ -37,7 +39,6 @@ from .faults import Faults
 from .folder import Lock
 from .history import replace_config
 from .identity import Resume
-from .sample import sample_text, terminal_text
 from .saves import Saves
 from .start import Feed, Position, Start
 

@@ -18,9 +18,9 @@ from train.code.files import read_code
 from train.config import load
 from train.data.batches import masked
 from train.data.opening import open_data
+from train.generate.generate import sample_text
 from train.models.config import ModelConfig
 from train.models.decoder import build
-from train.run.sample import sample_text
 from train.run.start import Feed
 from train.run.train import train
 from train.setup import prepare

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from train.data.opening import open_data
-from train.run.sample import sample_text
+from train.generate.generate import sample_text
 from train.setup import prepare
 
 SAMPLE = "sample={tokens: 9, prompt: '1 4 9 ', temperature: 0}"

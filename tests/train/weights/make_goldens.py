@@ -1,4 +1,5 @@
-"""Makes the folders in tests/goldens/weights: tiny models of all families, with the logits that transformers computes from them.
+"""Makes the folders in tests/goldens/weights: tiny models of all families, with what transformers computes from them: logits, and the
+likeliest tokens after prompts of different lengths.
 
     pip install -e '.[reference]' && python tests/train/weights/make_goldens.py [NAME ...]
 
@@ -15,6 +16,7 @@ import transformers as hf
 
 OUT = Path(__file__).parents[2] / "goldens" / "weights"
 SEQ, VOCAB = 96, 64
+PROMPTS, NEW = (5, 30, 17, 1, 9, 22, 12, 3), 64
 BASE = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -85,10 +87,21 @@ def make(name):
             parameter.copy_(value.bfloat16().float())
         tokens = torch.randint(3, VOCAB, (2, SEQ), generator=draw)
         logits = model(tokens).logits.numpy()
+    # Prompt n begins at token n of a row.
+    prompts = [tokens[n % 2, n : n + length] for n, length in enumerate(PROMPTS)]
+    greedy = np.array([continued(model, prompt) for prompt in prompts], np.uint8)
     folder = OUT / name
     model.bfloat16().save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    np.savez_compressed(folder / "expected.npz", tokens=tokens.numpy().astype(np.int32), logits=logits[:, ::5], std=logits.std())
+    arrays = {"tokens": tokens.numpy().astype(np.int32), "logits": logits[:, ::5], "std": logits.std(), "greedy": greedy}
+    np.savez_compressed(folder / "expected.npz", **arrays)
+
+
+def continued(model, prompt):
+    """The likeliest tokens after a prompt, one after another."""
+    options = {"do_sample": False, "max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None}
+    made = model.generate(prompt[None], attention_mask=torch.ones_like(prompt[None]), **options)
+    return made[0, len(prompt) :].numpy()
 
 
 if __name__ == "__main__":

@@ -4,46 +4,26 @@ import dataclasses
 import json
 import os
 import re
-from functools import cache
 from pathlib import Path
 
 import families_table
 import jax
 import numpy as np
 import pytest
+from golden_models import GOLDENS, NAMES, config_of, expected, loaded
 
 import jgt
-from jgt.document import Node, bind
 from train.config import load
-from train.models.config import ModelConfig
 from train.models.decoder import build
 from train.models.options import Options
 from train.weights.described import published
 from train.weights.families import FAMILIES
-from train.weights.load import open_files
 from train.weights.safetensors import open_folder
 
 ROOT = Path(__file__).parents[3]
-GOLDENS = ROOT / "tests" / "goldens" / "weights"
-NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
 TOLERANCE = 5e-5
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Options)}
 MESHES = {"fsdp": {"fsdp": 8}, "fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2}}
-
-
-def config_of(name, **changes):
-    """The model of a golden folder, with other values of some keys."""
-    problems = []
-    config = bind(Node.of({**published(GOLDENS / name).keys, "seq": 96, **changes}, name, "model"), ModelConfig, problems)
-    assert not problems
-    return config
-
-
-@cache
-def expected(name):
-    """tokens [2, 96], logits at each fifth of them, and their standard deviation."""
-    with np.load(GOLDENS / name / "expected.npz") as file:
-        return file["tokens"], file["logits"], float(file["std"])
 
 
 def error(name, config, params, rules=None, mesh=None):
@@ -54,13 +34,6 @@ def error(name, config, params, rules=None, mesh=None):
     if mesh is not None:
         apply = jgt.shard(apply, rules, mesh, partial=True)
     return np.abs(jax.jit(apply)(params, tokens)[:, ::5] - logits).max() / std
-
-
-def loaded(name, config, shardings=None):
-    shapes = jax.eval_shape(build(config).init, jax.random.key(0))[0]
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    shardings = shardings or jax.tree.map(lambda _: here, shapes)
-    return open_files(published(GOLDENS / name), config, shapes).load(shapes, shardings)
 
 
 def test_the_table_of_families_in_the_docs_is_that_of_the_rows():

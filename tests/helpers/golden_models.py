@@ -1,0 +1,38 @@
+"""The tiny models of tests/goldens/weights, which tests/train/weights/make_goldens.py makes."""
+
+from functools import cache
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jgt.document import Node, bind
+from train.models.config import ModelConfig
+from train.models.decoder import build
+from train.weights.described import published
+from train.weights.load import open_files
+
+GOLDENS = Path(__file__).parents[1] / "goldens" / "weights"
+NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
+
+
+def config_of(name, **changes):
+    """The model of a golden folder, with other values of some keys."""
+    problems = []
+    config = bind(Node.of({**published(GOLDENS / name).keys, "seq": 96, **changes}, name, "model"), ModelConfig, problems)
+    assert not problems
+    return config
+
+
+@cache
+def expected(name):
+    """tokens [2, 96], logits at each fifth of them, and their standard deviation."""
+    with np.load(GOLDENS / name / "expected.npz") as file:
+        return file["tokens"], file["logits"], float(file["std"])
+
+
+def loaded(name, config, shardings=None):
+    shapes = jax.eval_shape(build(config).init, jax.random.key(0))[0]
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shardings = shardings or jax.tree.map(lambda _: here, shapes)
+    return open_files(published(GOLDENS / name), config, shapes).load(shapes, shardings)

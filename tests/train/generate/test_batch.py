@@ -1,0 +1,200 @@
+"""Batches of requests: the tokens of transformers (tests/goldens/weights), for texts of different lengths, on any mesh."""
+
+import math
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from golden_models import GOLDENS, NAMES, config_of, loaded
+
+import jgt
+from train.drawing import Drawing
+from train.generate.batch import TextBatch, TextRequest
+from train.generate.caching import caching_of
+from train.generate.programs import TextPrograms
+from train.generate.rules import generation_rules
+from train.models.config import ModelConfig, OwnModel
+from train.models.decoder import build
+from train.models.model import of_nnx
+from train.weights.described import published
+
+PROMPTS = (5, 30, 17, 1, 9, 22, 12, 3)
+REPLICATED = {"axes": {"batch": ["data"]}, "default": "replicate"}
+POSITIONS = {
+    "axes": {"batch": ["data"]},
+    "signals": {"layers/attn": {"tensors": {"{k,v}_cache": ["batch", "tensor", None, None]}}},
+    "default": "replicate",
+}
+MESHES = {
+    "none": ({"data": 1}, None),
+    "data": ({"data": 8}, "replicated"),
+    "fsdp": ({"fsdp": 8}, "fsdp"),
+    "2x2x2": ({"data": 2, "fsdp": 2, "tensor": 2}, "fsdp_tensor"),
+    "tensor": ({"data": 2, "tensor": 4}, "tensor"),
+    "sequence": ({"data": 4, "tensor": 2}, "sequence"),
+    "expert": ({"data": 2, "fsdp": 1, "expert": 4}, "experts"),
+    "positions": ({"data": 2, "tensor": 4}, POSITIONS),
+}
+"""Meshes with their rules; `tensor` has more devices than most models key/value heads."""
+GREEDY, WARM = Drawing(temperature=0.0), Drawing(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+
+
+def programs(model, config, mesh, rules, **options):
+    rules = jgt.load_rules(f"jgt:{rules}") if isinstance(rules, str) else jgt.make_rules(rules or REPLICATED)
+    batch = rules.match_input("batch/inputs", 2).rule.dims(2)[0]
+    made = jgt.make_mesh(mesh, devices=jax.devices()[: math.prod(mesh.values())])
+    kv_heads = config.num_kv_heads if isinstance(config, ModelConfig) else None
+    return TextPrograms(
+        model=model,
+        caching=caching_of(config, has_cache=model.has_cache),
+        rules=generation_rules(rules, batch, made.shape, kv_heads, **options),
+        mesh=made,
+        batch=batch,
+        vocab=config.vocab,
+        known=config.vocab,
+    )
+
+
+def prompts_of(name):
+    with np.load(GOLDENS / name / "expected.npz") as file:
+        tokens = file["tokens"]
+        return [tokens[n % 2, n : n + length].tolist() for n, length in enumerate(PROMPTS)], file["greedy"].tolist()
+
+
+def continued(batch, prompts, limit, drawing=GREEDY):
+    """The tokens after each prompt. A row that is free gets the next prompt."""
+    waiting = [TextRequest(tokens=prompt, limit=limit, drawing=drawing, seed=5, number=n) for n, prompt in enumerate(prompts)]
+    found = [[] for _ in prompts]
+    while waiting or batch.is_busy:
+        admitted = [waiting.pop(0) for _ in range(min(len(waiting), batch.num_free))]
+        for token in [*batch.admit(admitted), *batch.step()]:
+            found[token.request.number].append(token.token)
+    return found
+
+
+@cache
+def model_of(name, layout="none"):
+    """The compiled programs and the arrays of a golden model, for all tests."""
+    config = config_of(name, seq=96)
+    model = build(config)
+    made = programs(model, config, *MESHES[layout])
+    variables = jax.tree.map(jnp.zeros_like, jax.eval_shape(model.init, jax.random.key(0))[1])
+    return made, made.placed(loaded(name, config), variables)
+
+
+def batch_of(name, layout="none", *, rows):
+    made, arrays = model_of(name, layout)
+    return TextBatch(made, *arrays, rows=rows)
+
+
+# Windows and full layers, in a batch whose rows get further prompts.
+def test_tokens_are_those_of_transformers():
+    prompts, expected = prompts_of("gemma3")
+    chosen = [0, 4, 6]
+    found = continued(batch_of("gemma3", rows=2), [prompts[n] for n in chosen], 20)
+    assert found == [expected[n][:20] for n in chosen]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", MESHES)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows", [1, 8])
+def test_tokens_are_those_of_transformers_on_any_mesh(name, layout, rows):
+    has_experts = "experts" in published(GOLDENS / name).keys
+    if (layout == "expert") != has_experts and layout not in ("none", "data"):
+        pytest.skip("experts have rules of their own")
+    prompts, expected = prompts_of(name)
+    count = 3 if rows == 1 else 8
+    assert continued(batch_of(name, layout, rows=rows), prompts[:count], 64) == expected[:count]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["2x2x2", "tensor"])
+def test_draws_are_the_same_on_any_mesh(layout):
+    prompts, _ = prompts_of("llama3")
+    wanted = continued(batch_of("llama3", rows=8), prompts, 40, WARM)
+    assert continued(batch_of("llama3", layout, rows=4), prompts, 40, WARM) == wanted
+    assert wanted != prompts_of("llama3")[1]
+
+
+@pytest.mark.slow
+def test_a_step_gathers_no_weights():
+    batch, (made, (params, variables)) = batch_of("llama3", "fsdp", rows=8), model_of("llama3", "fsdp")
+    text = made.write.lower(params, variables, batch._state, batch._settings).compile().as_text()
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
+    # What a step gathers are the tokens that it has drawn.
+    assert not [line for line in text.splitlines() if " all-gather(" in line and "f32[8]" not in line and "s32[8]" not in line]
+
+
+def test_a_cache_has_the_bytes_of_its_formula():
+    config = ModelConfig(layers=6, embed=32, heads=4, kv_heads=2, vocab=64, seq=4096, window=100, full_layers=(5,), dtype="bf16")
+    made = programs(build(config), config, *MESHES["none"])
+    params, variables = jax.eval_shape(made.model.init, jax.random.key(0))
+    shapes = made._cache_shapes(params, variables, 3, 1024)
+    of_token = 2 * 2 * 8 * 2
+    assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) == 3 * of_token * (1024 + 5 * 100) + 4
+
+
+def test_request_ends():
+    prompts, expected = prompts_of("gemma3")
+    batch = batch_of("gemma3", rows=2)
+    end = expected[0][6]
+    first = expected[0].index(end)
+    requests = [
+        TextRequest(tokens=prompts[0], limit=50, drawing=GREEDY, ends=frozenset([end])),
+        TextRequest(tokens=prompts[4], limit=9, drawing=GREEDY),
+    ]
+    made = batch.admit(requests)
+    while batch.is_busy:
+        made += batch.step()
+    reasons = {token.request: token.reason for token in made}
+    assert [reasons[request] for request in requests] == ["stop", "length"]
+    counts = [sum(token.request is request for token in made) for request in requests]
+    assert counts == [first + 1, 9]
+    request = TextRequest(tokens=prompts[6], limit=9, drawing=GREEDY)
+    batch.admit([request])
+    batch.release(request)
+    assert batch.num_free == 2
+
+
+# -- models of the user's own --------------------------------------------------------------------------------------
+
+
+class Averaged(nnx.Module):
+    """Scores of the mean of the tokens so far."""
+
+    def __init__(self, rngs):
+        self.embed, self.head = nnx.Embed(32, 16, rngs=rngs), nnx.Linear(16, 32, rngs=rngs)
+
+    def __call__(self, tokens):
+        counts = jnp.arange(1, tokens.shape[1] + 1)[None, :, None]
+        return self.head(jnp.cumsum(self.embed(tokens), axis=1) / counts)
+
+
+class Recurrent(Averaged):
+    def init_cache(self, rows, length):
+        return {"sum": jnp.zeros((rows, 16))}
+
+    def decode(self, tokens, positions, cache):
+        total = cache["sum"] + self.embed(tokens)
+        return self.head(total / (positions[:, None] + 1)), {"sum": total}
+
+
+@pytest.mark.parametrize("layout", ["none", pytest.param("data", marks=pytest.mark.slow)])
+def test_a_model_of_ones_own_is_called_with_whole_texts_or_has_a_cache(layout):
+    config, prompts = OwnModel(kind="m:M", vocab=32, seq=24), [[3, 4, 5], [7] * 9, [1]]
+    found = {}
+    for kind in (Averaged, Recurrent):
+        model = of_nnx(lambda rngs, kind=kind: kind(rngs))
+        made = programs(model, config, *MESHES[layout])
+        params, variables = model.init(jax.random.key(0))
+        found[kind] = continued(TextBatch(made, *made.placed(params, variables), rows=2), prompts, 30)
+        texts, apply = [list(prompt) for prompt in prompts], jax.jit(model.apply)
+        for text in texts:
+            while len(text) < 24:
+                padded = np.array([text + [0] * (24 - len(text))])
+                text.append(int(np.argmax(apply(params, variables, padded)[0, len(text) - 1])))
+        assert found[kind] == [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]

@@ -1,0 +1,181 @@
+"""Requests that run together: a row of the batch has one request, and gets the next one when that is done.
+
+    batch = TextBatch(programs, params, variables, rows=8)
+    batch.admit(requests[: batch.num_free])         # their first tokens
+    while batch.is_busy:
+        for token in batch.step(): ...              # one more token of every request
+
+A request ends at its limit, at the end of the model's sequence, or with a token of `ends`; `release` ends it at any time. The cache grows
+with the longest text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from ..drawing import Drawing
+from .draw import DrawSettings
+from .programs import TextPrograms
+
+LEAST_SLOTS = 16
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TextRequest:
+    """A text to continue. tokens: at least one. limit: the most new tokens. seed, number: of its draws. ends: tokens that end the text."""
+
+    tokens: Sequence[int]
+    limit: int
+    drawing: Drawing
+    seed: int = 0
+    number: int = 0
+    ends: frozenset[int] = frozenset()
+
+
+class Token(NamedTuple):
+    """A new token of a request, and the logarithm of its probability. reason: why it is the last one; None if it is not."""
+
+    request: TextRequest
+    token: int
+    log: float
+    reason: str | None
+
+
+@dataclass
+class _Row:
+    request: TextRequest
+    written: list[int] = field(default_factory=list[int])
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.request.tokens, *self.written]
+
+
+class TextBatch:
+    """Requests that run together on one mesh. All processes of a run make the same calls."""
+
+    def __init__(self, programs: TextPrograms, params: Any, variables: Any, *, rows: int):
+        """params, variables: as `programs.placed` returns them. rows: rounded up to what the mesh can split."""
+        self._programs, self._arrays = programs, (params, variables)
+        count = -(-rows // programs.shards) * programs.shards
+        self._rows: list[_Row | None] = [None] * count
+        self._slots = min(LEAST_SLOTS, self._longest) if programs.caching.grown else self._longest
+        self._steps = 0
+        self._state = programs.empty(params, variables, count, self._slots)
+        self._settings = self._settings_now()
+
+    @property
+    def num_free(self) -> int:
+        """The number of requests that can be admitted."""
+        return self._rows.count(None)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are requests."""
+        return any(self._rows)
+
+    def admit(self, requests: Sequence[TextRequest]) -> list[Token]:
+        """Reads the texts of requests, at most `num_free`, and draws their first tokens."""
+        free = [n for n, row in enumerate(self._rows) if row is None]
+        for n, request in zip(free, requests, strict=False):
+            assert 0 < len(request.tokens) < self._longest or len(request.tokens) == self._longest == 1
+            self._rows[n] = _Row(request)
+        self._settings = self._settings_now()
+        return self._read(free[: len(requests)]) if requests else []
+
+    def step(self) -> list[Token]:
+        """One more token of every request. A text that has to be read again gets two."""
+        switches_at = self._programs.caching.switches_at
+        switching = [n for n, row in enumerate(self._rows) if row is not None and len(row.tokens) - 1 == switches_at]
+        tokens = self._read(switching) if switching else []
+        busy = [n for n, row in enumerate(self._rows) if row is not None]
+        if not busy:
+            return tokens
+        self._make_room(max(len(row.tokens) for row in self._rows if row is not None))
+        self._state, drawn = self._programs.write(*self._arrays, self._state, self._settings)
+        self._steps += 1
+        return [*tokens, *self._drawn(busy, drawn)]
+
+    def release(self, request: TextRequest) -> None:
+        """Ends a request, if it has not ended."""
+        for n, row in enumerate(self._rows):
+            if row is not None and row.request is request:
+                self._rows[n] = None
+                self._settings = self._settings_now()
+
+    @property
+    def _longest(self) -> int:
+        return self._programs.caching.longest
+
+    def _read(self, rows: Sequence[int]) -> list[Token]:
+        """Reads the whole texts of rows into the cache, and draws a token of each."""
+        texts = [row.tokens for n in rows if (row := self._rows[n]) is not None]
+        longest = max(map(len, texts))
+        self._make_room(longest)
+        # Powers of two, so that few programs are compiled.
+        shards = self._programs.shards
+        count = min(shards * _power(-(-len(texts) // shards)), len(self._rows))
+        tokens = np.zeros((count, min(_power(max(longest, LEAST_SLOTS)), self._longest)), np.int32)
+        lengths, index = np.ones(count, np.int32), np.full(len(self._rows), -1, np.int32)
+        for n, (row, text) in enumerate(zip(rows, texts, strict=True)):
+            tokens[n, : len(text)], lengths[n], index[row] = text, len(text), n
+        logits, cache = self._programs.read(*self._arrays, tokens, lengths, np.int32(self._steps), self._slots)
+        self._state, drawn = self._programs.enter(self._state, cache, logits, tokens, lengths, index, self._settings)
+        return self._drawn(rows, drawn)
+
+    def _make_room(self, tokens: int) -> None:
+        """Lets the cache grow until it has this many slots."""
+        if tokens > self._slots:
+            self._slots = min(_power(tokens), self._longest)
+            self._state = self._programs.grow(self._state, self._slots)
+
+    def _drawn(self, rows: Sequence[int], drawn: Any) -> list[Token]:
+        ids, logs = jax.device_get(drawn)
+        made: list[Token] = []
+        for n in rows:
+            row = self._rows[n]
+            assert row is not None
+            row.written.append(int(ids[n]))
+            made.append(Token(row.request, int(ids[n]), float(logs[n]), self._reason(row)))
+        if any(token.reason for token in made):
+            ended = {id(token.request) for token in made if token.reason}
+            self._rows = [None if row is not None and id(row.request) in ended else row for row in self._rows]
+            self._settings = self._settings_now()
+        return made
+
+    def _reason(self, row: _Row) -> str | None:
+        if row.written[-1] in row.request.ends:
+            return "stop"
+        is_full = len(row.written) >= row.request.limit or len(row.tokens) >= self._longest
+        return "length" if is_full else None
+
+    def _settings_now(self) -> DrawSettings:
+        requests = [None if row is None else row.request for row in self._rows]
+        default = Drawing()
+
+        def floats(name: str) -> np.ndarray:
+            return np.array([getattr(default if one is None else one.drawing, name) for one in requests], np.float32)
+
+        def words(name: str) -> np.ndarray:
+            return np.array([0 if one is None else getattr(one, name) for one in requests], np.uint32)
+
+        return DrawSettings(
+            temperature=floats("temperature") * np.array([one is not None for one in requests], np.float32),
+            top_k=floats("top_k").astype(np.int32),
+            top_p=floats("top_p"),
+            min_p=floats("min_p"),
+            penalty=floats("repetition_penalty"),
+            seed=words("seed"),
+            number=words("number"),
+            is_live=np.array([one is not None for one in requests]),
+        )
+
+
+def _power(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()

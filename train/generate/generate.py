@@ -1,0 +1,178 @@
+"""The door: a generator continues texts with a model, for `jgt.load`, `jgt generate` and the sample at the end of a run.
+
+    generator = Generator(setup, params, variables, tokenizer)
+    for answer in generator.answers(["Once upon a time"], tokens=64): ...
+
+Its programs are compiled once, for all calls.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple
+
+from jgt.document import InputError, Node, bind
+
+from ..data.batches import Data
+from ..data.tokenizer import Tokenizer
+from ..drawing import Drawing, GenerateConfig
+from ..setup import Setup
+from ..step.state import State
+from .batch import TextBatch, TextRequest
+from .caching import caching_of
+from .programs import TextPrograms
+from .rules import rules_of
+from .text import Text
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(kw_only=True)
+class Completion:
+    """What a model wrote after a prompt. number: the prompt's, and the sample's. reason: `stop` or `length`; empty while it is written.
+
+    tokens: all that were drawn, with the logarithms of their probabilities; the text ends before a stop token or a stop text.
+    """
+
+    number: tuple[int, int]
+    text: str = ""
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    reason: str = ""
+
+
+class Piece(NamedTuple):
+    """An answer with one more token, and the text that it adds."""
+
+    answer: Completion
+    text: str
+
+
+class Generator:
+    """Continues texts with a model, on the mesh and by the rules of a setup.
+
+    params, variables: as the model has them, in any layout. ends: tokens that end a text. gathers: see `TextPrograms`.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        params: Any,
+        variables: Any,
+        tokenizer: Tokenizer | None,
+        *,
+        ends: Collection[int] = (),
+        gathers: bool = False,
+    ):
+        config, mesh, model = setup.run.config, setup.mesh, setup.program.model
+        rules, batch = rules_of(setup.run, mesh.shape, gathers=gathers)
+        self._programs = TextPrograms(
+            model=model,
+            caching=caching_of(config.model, has_cache=model.has_cache),
+            rules=rules,
+            mesh=mesh,
+            batch=batch,
+            vocab=config.model.vocab,
+            known=config.model.vocab if tokenizer is None else min(config.model.vocab, tokenizer.vocab_size),
+            pads=bool(setup.storage.padded),
+            gathers=gathers,
+        )
+        self._arrays = self._programs.placed(params, variables)
+        self._tokenizer, self._ends, self._config = tokenizer, frozenset(ends), config.generate
+        self.seed = config.run.seed
+
+    def batch(self, rows: int) -> TextBatch:
+        """An empty batch, for a caller that runs it."""
+        return TextBatch(self._programs, *self._arrays, rows=rows)
+
+    def settings(self, **changes: Any) -> GenerateConfig:
+        """The section `generate:` with these keys. Raises InputError for values that it cannot have."""
+        problems: list[str] = []
+        given = {name: list(value) if isinstance(value, tuple) else value for name, value in {**asdict(self._config), **changes}.items()}
+        config: GenerateConfig | None = bind(Node.of(given, "generate", "generate"), GenerateConfig, problems)
+        if config is None or problems:
+            raise InputError(problems)
+        return config
+
+    def request(self, prompt: Prompt, config: GenerateConfig, *, seed: int | None = None, number: int = 0) -> TextRequest:
+        """The request of a prompt, text or tokens. Raises InputError for a prompt that leaves no room for an answer, or that is no text."""
+        tokens = self._encoded(prompt) if isinstance(prompt, str) else [*prompt]
+        longest, vocab = self._programs.caching.longest, self._programs.vocab
+        if len(tokens) >= longest:
+            why = f"the prompt has {len(tokens):,} tokens, and model.seq {longest:,} leaves no room for an answer"
+            raise InputError([f"{why}. Shorten it, or raise model.seq if the model's positions are rotary"])
+        if wrong := [token for token in tokens if not 0 <= token < vocab]:
+            raise InputError([f"the prompt has the token {wrong[0]}, but model.vocab is {vocab:,}"])
+        drawing = Drawing(**{key.name: getattr(config, key.name) for key in fields(Drawing)})
+        seed = self.seed if seed is None else seed
+        return TextRequest(tokens=tokens or [0], limit=config.tokens, drawing=drawing, seed=seed, number=number, ends=self._ends)
+
+    def text(self, request: TextRequest, stop: Sequence[str]) -> Text:
+        """The text of a request's answer, before its first token."""
+        return Text(self._decoded, request.tokens, stop)
+
+    def pieces(self, prompts: Sequence[Prompt], *, seed: int | None = None, **changes: Any) -> Iterator[Piece]:
+        """The answers to prompts as they are written, token by token. changes: of the section `generate:`. Raises InputError."""
+        config = self.settings(**changes)
+        numbers = [(n, sample) for n in range(len(prompts)) for sample in range(config.samples)]
+        # All of them first, so that a wrong one is reported before any text.
+        waiting = deque(
+            (self.request(prompts[n], config, seed=seed, number=n * config.samples + sample), Completion(number=(n, sample)))
+            for n, sample in numbers
+        )
+        batch, open_answers = self.batch(min(config.batch, len(waiting) or 1)), dict[TextRequest, tuple[Completion, Text]]()
+        while waiting or batch.is_busy:
+            admitted = [waiting.popleft() for _ in range(min(len(waiting), batch.num_free))]
+            open_answers |= {request: (answer, self.text(request, config.stop)) for request, answer in admitted}
+            for made in [*batch.admit([request for request, _ in admitted]), *batch.step()]:
+                if made.request in open_answers:
+                    answer, text = open_answers[made.request]
+                    is_end = made.token in made.request.ends
+                    new = "" if is_end else text.add(made.token)
+                    if made.reason or text.is_stopped:
+                        new += text.end()
+                        answer.reason = "stop" if text.is_stopped or is_end else "length"
+                        batch.release(made.request)
+                        del open_answers[made.request]
+                    answer.tokens.append(made.token)
+                    answer.logprobs.append(made.log)
+                    answer.text += new
+                    yield Piece(answer, new)
+
+    def answers(self, prompts: Sequence[Prompt], *, seed: int | None = None, **changes: Any) -> list[Completion]:
+        """The whole answers to prompts, in their order; `samples` to each. Raises InputError."""
+        done = [piece.answer for piece in self.pieces(prompts, seed=seed, **changes) if piece.answer.reason]
+        return sorted(done, key=lambda answer: answer.number)
+
+    def _encoded(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise InputError(["the model has no tokenizer, so a prompt must be a list of tokens"])
+        return encoded_prompt(self._tokenizer, text)
+
+    @property
+    def _decoded(self) -> Callable[[Sequence[int]], str]:
+        return (lambda tokens: "") if self._tokenizer is None else self._tokenizer.decode
+
+
+def encoded_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text with those that begin every text, unless it has them already, as the text of a chat template may."""
+    tokens, beginning = tokenizer.encode(text), [*tokenizer.special.beginning]
+    return tokens if tokens[: len(beginning)] == beginning else [*beginning, *tokens]
+
+
+def sample_text(setup: Setup, state: State, data: Data) -> str:
+    """The prompt of `sample:` and what the model writes after it, as far as its sequence reaches. A long prompt is cut to its end."""
+    config, tokenizer = setup.run.config, data.tokenizer
+    assert tokenizer is not None
+    # A model of masked documents has not learnt how a text begins after the end of another.
+    ends = () if data.end is None else (data.end,)
+    params, variables = setup.model_params(setup.eval_params(state)), setup.eval_variables(state)
+    # At the end of a run, memory is full of the optimizer's state.
+    generator = Generator(setup, params, variables, tokenizer, ends=ends, gathers=True)
+    known = [token for token in encoded_prompt(tokenizer, config.sample.prompt) if token < config.model.vocab] or [0]
+    prompt = known[-max(config.model.seq - 1, 1) :]
+    limits: dict[str, Any] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "samples": 1, "stop": ()}
+    (answer,) = generator.answers([prompt], tokens=config.sample.tokens, temperature=config.sample.temperature, **limits)
+    return tokenizer.decode(prompt) + answer.text

@@ -1,0 +1,125 @@
+"""The command `jgt generate`: text from a run's model or a published one, to the screen as it is written, or as JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jgt import CommandParser
+from jgt.document import InputError
+
+from .command_line import whole_number
+from .generate.generate import Completion, Generator
+from .generate.text import terminal_text
+from .loaded import load_model
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`jgt generate MODEL`. Returns the exit code: 2 if the input is wrong, and stderr says why."""
+    return parser().answer(argv, _generate)
+
+
+def parser() -> CommandParser:
+    """The command line of `jgt generate`."""
+    made = CommandParser("jgt generate", "Writes what a model continues prompts with.")
+    made.add_argument("model", metavar="MODEL", help="a run directory, one of the steps in its checkpoints, or a folder of Hugging Face")
+    keys = "values that replace those of the run's file, such as mesh={fsdp: 8} or generate.top_p=0.9"
+    made.add_argument("overrides", nargs="*", metavar="key.sub=value", help=keys)
+    made.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text to continue; repeatable")
+    made.add_argument("--prompts", metavar="FILE", help="a file of JSON lines with a prompt, or with tokens, in each")
+    made.add_argument("--chat", action="store_true", help="read prompts from the terminal, each behind the texts so far")
+    made.add_argument("--tokens", type=whole_number(), metavar="N", help="the most new tokens (generate.tokens)")
+    made.add_argument("--temperature", type=float, metavar="T", help="0: the likeliest tokens (generate.temperature)")
+    made.add_argument("--samples", type=whole_number(), metavar="N", help="the answers to each prompt (generate.samples)")
+    made.add_argument("--stop", action="append", metavar="TEXT", help="a text that ends an answer; repeatable (generate.stop)")
+    made.add_argument("--seed", type=whole_number(low=0, high=2**32 - 1), metavar="N", help="the seed of the draws (run.seed)")
+    made.add_argument("--json", action="store_true", help="print a JSON object for each answer, with tokens and log-probabilities")
+    made.add_argument(
+        "--code", action="append", default=[], metavar="PATH", help="a Python file or folder with the run's own code; repeatable"
+    )
+    return made
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    prompts = [*arguments.prompt, *(_prompts_of(Path(arguments.prompts)) if arguments.prompts else ())]
+    if arguments.chat == bool(prompts):
+        raise InputError(["command line: give prompts with --prompt or --prompts, or --chat to type them"])
+    on_mesh = any(override.partition("=")[0].partition(".")[0] == "mesh" for override in arguments.overrides)
+    loaded = load_model(arguments.model, arguments.overrides, code=arguments.code, sharded=on_mesh, generates=True)
+    given = {name: getattr(arguments, name) for name in ("tokens", "temperature", "samples", "stop")}
+    changes = {"seed": arguments.seed, **{name: value for name, value in given.items() if value is not None}}
+    if arguments.chat:
+        _converse(loaded.generator, changes)
+    elif arguments.json:
+        for answer in loaded.generator.answers(prompts, **changes):
+            print(json.dumps(_as_json(answer, prompts[answer.number[0]])), flush=True)
+    else:
+        _show(loaded.generator, prompts, changes)
+
+
+def _show(generator: Generator, prompts: Sequence[Any], changes: dict[str, Any]) -> None:
+    """Prints each prompt with its answer: one alone as it is written, several when they are whole."""
+    if len(prompts) == 1 and changes.get("samples", 1) == 1:
+        _print(prompts[0] if isinstance(prompts[0], str) else "")
+        for piece in generator.pieces(prompts, **changes):
+            _print(piece.text)
+        print()
+        return
+    for answer in generator.answers(prompts, **changes):
+        prompt = prompts[answer.number[0]]
+        print(terminal_text((prompt if isinstance(prompt, str) else "") + answer.text), flush=True)
+
+
+def _converse(generator: Generator, changes: dict[str, Any]) -> None:
+    """Reads lines from the terminal until its end, and continues the text of all lines and answers."""
+    text = ""
+    while True:
+        try:
+            line = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        text += line
+        try:
+            for piece in generator.pieces([text], **changes):
+                text += piece.text
+                _print(piece.text)
+        except KeyboardInterrupt:
+            # It ends the answer, not the conversation.
+            pass
+        except InputError as error:
+            print("\n".join(error.problems), file=sys.stderr)
+            text = ""
+        print()
+
+
+def _print(text: str) -> None:
+    print(terminal_text(text), end="", flush=True)
+
+
+def _as_json(answer: Completion, prompt: Any) -> dict[str, Any]:
+    number, sample = answer.number
+    said = {"prompt": number, "sample": sample, "text": answer.text, "tokens": answer.tokens, "logprobs": answer.logprobs}
+    return {**said, "reason": answer.reason}
+
+
+def _prompts_of(file: Path) -> Iterator[str | list[int]]:
+    """The prompts of a file of JSON lines. Raises InputError with every line that has none."""
+    problems: list[str] = []
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                found = json.loads(line)
+            except ValueError:
+                found = None
+            prompt = found.get("prompt", found.get("tokens")) if isinstance(found, dict) else None
+            if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)):
+                yield prompt
+            elif line.strip():
+                problems.append(f'{file}:{number}: is not a JSON object with a prompt, such as {{"prompt": "Once"}}')
+    if problems:
+        raise InputError(problems)
