@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TextIO, cast
 
 import rich.console
@@ -54,6 +54,16 @@ class Console(rich.console.Console):
         for row in rows:
             table.add_row(*row)
         return table
+
+    @staticmethod
+    def fitted(columns: Mapping[str, Sequence[str]], width: int, least_wanted: Sequence[str]) -> dict[str, Sequence[str]]:
+        """The columns of a table by name, without as many of the least wanted ones, in their order, as do not fit a width."""
+        left = dict(columns)
+        for name in least_wanted:
+            # Two blanks are between columns.
+            if sum(max(map(len, (title, *texts))) + 2 for title, texts in left.items()) - 2 > width:
+                del left[name]
+        return left
 
 
 def amount(value: float, unit: Literal["", "B", "s"] = "") -> str:

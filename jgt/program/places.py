@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -21,12 +21,13 @@ class Place:
     """Where an equation is in the model: the signals around it, outermost first, and how many vmaps it was traced under.
 
     A vmap adds a leading dim to every value below it that the model's author does not see, so rules must not count it.
-    of_microbatch: the model says that values there are meant of one microbatch.
+    of_microbatch: the model says that values there are meant of one microbatch. is_backward: whether JAX has transposed a program around.
     """
 
     signals: tuple[str, ...] = ()
     num_vmaps: int = 0
     of_microbatch: bool = False
+    is_backward: bool = field(default=False, compare=False)
 
     @property
     def path(self) -> str:
@@ -41,23 +42,28 @@ class Place:
 def place_of(equation: Equation, around: Place) -> Place:
     """The place of an equation whose program is at `around`."""
     signals, num_vmaps, of_microbatch = list(around.signals), around.num_vmaps, around.of_microbatch
+    stack = equation.source_info.name_stack.stack
+    is_backward = around.is_backward or any(element.name == "transpose" for element in stack)
     # Scopes and transforms share this stack, and a user may name a scope `vmap`. So the type of the element decides, too.
-    for element in _listed_once(equation.source_info.name_stack.stack):
+    for element in _listed_once(stack) if is_backward else stack:
         if element.name.startswith(PREFIX):
             signals.append(element.name.removeprefix(PREFIX))
         # jvp and transpose are transforms too; only vmap adds a dim.
         elif type(element).__name__ == "Transform" and element.name == "vmap":
             num_vmaps += 1
         of_microbatch |= element.name == MICROBATCH
-    return Place(tuple(signals), num_vmaps, of_microbatch)
+    return Place(tuple(signals), num_vmaps, of_microbatch, is_backward)
 
 
 def _listed_once(stack: Sequence[Any]) -> Sequence[Any]:
-    """A name stack without a second list of scopes: around a recomputed region JAX writes transpose(jvp(a))/b/jvp(a)/b."""
-    start = next((i for i, element in enumerate(stack) if element.name == "transpose"), len(stack)) + 1
+    """A name stack of a backward pass without a second list of scopes.
+
+    Around a recomputed region JAX writes transpose(jvp(a))/b/jvp(a)/b, and in the body of a loop b/b.
+    """
+    start = next((i + 1 for i, element in enumerate(stack) if element.name == "transpose"), 0)
     rest = stack[start:]
     for half in range(1, len(rest) // 2 + 1):
-        if rest[0].name == "jvp" and rest[:half] == rest[half : 2 * half]:
+        if (rest[0].name == "jvp" or 2 * half == len(stack)) and rest[:half] == rest[half : 2 * half]:
             return [*stack[: start + half], *rest[2 * half :]]
     return stack
 

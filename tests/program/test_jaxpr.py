@@ -235,6 +235,21 @@ def test_derivatives_are_no_vmaps():
     assert place_of(only(program, having="cos"), Place()) == Place(("a",), 0)
 
 
+def test_the_backward_pass_of_a_recomputed_part_of_a_loop_is_in_its_signal_once():
+    def loss(x):
+        with context("layers"):
+            return jnp.sum(jax.lax.scan(lambda x, w: (context("mlp")(jax.checkpoint(jnp.sin))(x) * w, None), x, jnp.ones(3))[0])
+
+    def paths(program, around):
+        for equation in jx.body(program).eqns:
+            place = place_of(equation, around)
+            yield place.path
+            for inner in jx.subprograms(equation):
+                yield from paths(inner, place)
+
+    assert set(paths(jax.make_jaxpr(jax.grad(loss))(X), Place())) == {"", "layers", "layers/mlp"}
+
+
 def test_a_dropped_result_and_a_literal_are_recognised():
     equation = only(jax.make_jaxpr(lambda x: x * 2.0)(X), having="mul")
     assert [jx.is_var(a) for a in equation.invars] == [True, False]

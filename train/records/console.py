@@ -73,9 +73,8 @@ class Screen:
             "bytes/device": [*(amount(size, "B") for size in sizes), amount(sum(sizes), "B")],
         }
         # Names and specs are what rules are written with.
-        if sum(max(map(len, [name, *texts])) + 2 for name, texts in columns.items()) - 2 > self._console.width:
-            del columns["shape"]
-        self.table("Parameters", list(columns), list(map(list, zip(*columns.values(), strict=True))), numbers=1)
+        shown = Console.fitted(columns, self._console.width, ["shape"])
+        self.table("Parameters", list(shown), list(map(list, zip(*shown.values(), strict=True))), numbers=1)
         for line in describe_storage(setup.storage):
             self.say(line)
 

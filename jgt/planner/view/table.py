@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from rich.table import Table
@@ -26,6 +26,8 @@ _BAR = 40
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _SMALLEST = 1e-3
 """The share of the step below which a part of its time is left out."""
+_LEAST_WANTED = ("spec", "sent over", "GFLOP", "parameters")
+"""The columns of the signals that are left out, in this order, if the terminal is too narrow for them."""
 _WIDEST = 1_000
 """The width of output that does not go to a terminal: as wide as the tables need."""
 
@@ -39,7 +41,7 @@ def print_plan(plan: Plan, file: TextIO | None = None) -> None:
     # Findings and costs are not wrapped, so that each stays one line for `grep`.
     for line in summary(plan):
         console.print(Text(line), soft_wrap=True)
-    for table in (_time(plan), _memory(plan), _axes(plan), _signals(plan)):
+    for table in (_time(plan), _memory(plan), _axes(plan), _signals(plan, console.width)):
         if table.row_count:
             console.print(table)
     lists = {
@@ -125,20 +127,29 @@ def _time(plan: Plan) -> Table:
     return table
 
 
-def _signals(plan: Plan) -> Table:
-    times = ["ms", "exposed ms"] if plan.step_time_ms is not None else []
-    columns = ["signal", "spec", "sent over", "parameters", "activations", "sent", "GFLOP", *times]
-    table = Console.table("Signals, for one device and step", columns, 3)
-    for row in plan.signals:
-        if not _is_notable(plan, row):
-            continue
-        over = [f"{axes} {amount(count, 'B')}" for axes, count in sorted(row.sent.items(), key=lambda i: -i[1])]
-        sizes = [amount(n, "B") if n else "" for n in (row.parameter_bytes, row.activation_bytes, sum(row.sent.values()))]
-        flops = amount(row.flops / 1e9) if row.flops else ""
-        values = [two_digits(row.compute_ms or 0.0), two_digits(row.exposed_ms or 0.0)] if times else []
-        # rich would read the brackets of a spec as markup in a str.
-        table.add_row(*map(Text, [row.signal, _specs(row), _first(over, _NUM_AXES), *sizes, flops, *values]))
-    return table
+def _signals(plan: Plan, width: int) -> Table:
+    rows = [row for row in plan.signals if _is_notable(plan, row)]
+    over = [[f"{axes} {amount(count, 'B')}" for axes, count in sorted(row.sent.items(), key=lambda i: -i[1])] for row in rows]
+
+    def sizes(count: Callable[[SignalRow], int]) -> list[str]:
+        return [amount(count(row), "B") if count(row) else "" for row in rows]
+
+    columns = {
+        "signal": [row.signal for row in rows],
+        "spec": list(map(_specs, rows)),
+        "sent over": [_first(texts, _NUM_AXES) for texts in over],
+        "parameters": sizes(lambda row: row.parameter_bytes),
+        "activations": sizes(lambda row: row.activation_bytes),
+        "sent": sizes(lambda row: sum(row.sent.values())),
+        "GFLOP": [amount(row.flops / 1e9) if row.flops else "" for row in rows],
+    }
+    if plan.step_time_ms is not None:
+        columns["ms"] = [two_digits(row.compute_ms or 0.0) for row in rows]
+        columns["exposed ms"] = [two_digits(row.exposed_ms or 0.0) for row in rows]
+    shown = Console.fitted(columns, width, _LEAST_WANTED)
+    texts = sum(name in shown for name in ("signal", "spec", "sent over"))
+    # rich would read the brackets of a spec as markup in a str.
+    return Console.table("Signals, for one device and step", list(shown), texts, zip(*(map(Text, t) for t in shown.values()), strict=True))
 
 
 def _is_notable(plan: Plan, row: SignalRow) -> bool:
