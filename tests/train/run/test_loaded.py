@@ -22,7 +22,7 @@ def golden(name):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["gemma3", "llama3"])
+@pytest.mark.parametrize("name", ["llama3", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_logits_of_a_published_model(name, layout):
     tokens, logits, bound = golden(name)
     loaded = jgt.load(f"hf:{GOLDENS / name}", **LAYOUTS[layout])
@@ -34,6 +34,7 @@ def test_logits_of_a_published_model(name, layout):
     assert np.abs(found[:2, ::5] - logits).max() < bound
 
 
+@pytest.mark.slow
 def test_experts_of_a_published_model_are_loaded():
     tokens, logits, bound = golden("qwen3_moe")
     # Without hf:, and with a shorter sequence than the file's.
@@ -46,7 +47,7 @@ def test_experts_of_a_published_model_are_loaded():
 def test_a_run_is_loaded_onto_any_mesh_without_its_data(tiny, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("It is the same model on every mesh. " * 200)
-    run = tiny("data.source=text", f"data.path={text}", "train.steps=2", "optimizer.name=adamw")
+    run = tiny("data.source=text", f"data.path={text}", "train.steps=1")
     train(run)
     text.unlink()
     alone = jgt.load(tmp_path / "run")
@@ -58,13 +59,12 @@ def test_a_run_is_loaded_onto_any_mesh_without_its_data(tiny, tmp_path):
     spread = jgt.load(tmp_path / "run", mesh={"data": 4, "tensor": 2}, rules=jgt.make_rules(rules))
     assert spread.params["embed"]["embedding"].sharding.spec == jax.P("tensor", None)
     np.testing.assert_allclose(alone.logits(tokens), spread.logits(tokens), atol=1e-5)
-    assert isinstance(jgt.load(tmp_path / "run", sharded=True).tokenizer, ByteTokenizer)
 
 
 def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(jgt.InputError, match=r"is not a run directory .*config.yaml, and no folder of Hugging Face, .*config.json"):
         jgt.load(tmp_path)
-    with pytest.raises(jgt.InputError, match=r"config.json: No such file"):
+    with pytest.raises(jgt.InputError, match=r"config.json: .*No such file"):
         jgt.load(f"hf:{tmp_path}")
     shutil.copy(GOLDENS / "llama" / "config.json", tmp_path)
     with pytest.raises(jgt.InputError, match="safetensors"):
