@@ -90,11 +90,11 @@ class Loaded:
 
     @functools.cached_property
     def generator(self) -> Generator:
-        """What continues texts with the model. Its programs are compiled once."""
+        """The generator that continues texts with the model. Its programs are compiled once."""
         return Generator(self.setup, self.params, self.variables, self.tokenizer, ends=self.ends)
 
     def generate(self, prompts: Sequence[str | Sequence[int]], *, seed: int | None = None, **keys: Any) -> list[Completion]:
-        """The answers to prompts, texts or lists of tokens. keys: of the section `generate:`. Raises InputError."""
+        """The answers to prompts, texts or lists of tokens. keys: keys of the section `generate:`. Raises InputError."""
         return self.generator.answers(prompts, seed=seed, **keys)
 
     def logits(self, tokens: Any) -> jax.Array:

@@ -52,7 +52,7 @@ def _open(folder: Path, entry: ArrayEntry) -> Any:
 
 
 def _grown(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, most: int) -> list[int]:
-    """The shape of a piece: of a chunk, twice as large along one dim after another for as long as it has at most `most` bytes."""
+    """The shape of a piece: the shape of a chunk, doubled along one dim after another while it has at most `most` bytes."""
     step = [min(part, size) for part, size in zip(chunk, shape, strict=True)]
     dims = [dim for dim in reversed(range(len(shape))) if step[dim] < shape[dim]]
     while dims:

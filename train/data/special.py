@@ -1,4 +1,4 @@
-"""What the files beside a tokenizer.json say of its special tokens, as folders of Hugging Face have them.
+"""The special tokens of a tokenizer, as the files beside its tokenizer.json name them in folders of Hugging Face.
 
 A tokenizer.json has special tokens, but does not say what they are for. Two notions must not be mixed up. `end_of_text` is the token
 between documents in training. `ends` are the tokens at which generation stops: a model that was trained on chats ends its turn with a token
@@ -21,7 +21,7 @@ from typing import Any
 from jgt.document import InputError, read_bytes, shown
 
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-"""What the end-of-text token may be called where no file says it."""
+"""The names that the end-of-text token may have where no file says it."""
 WAYS_TO_NAME_AN_END = f"Known names: {', '.join(END_OF_TEXT_NAMES)}. A tokenizer_config.json beside it may name another one (eos_token)"
 END_OF_TURN_NAMES = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 """Tokens that end a turn of a chat. They never end a document."""

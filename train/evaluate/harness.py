@@ -34,9 +34,9 @@ from ..run.replay import digest_of_arrays
 from .likelihood import Row, Scorer, prefix_of, windows
 
 _RESAMPLES = 1_000
-"""Of the standard errors that have no formula."""
+"""The samples from which a standard error without a formula is estimated."""
 _MOST_TOKENS = 256
-"""What the harness lets a model write where the task does not say."""
+"""The number of tokens that a model may write where the task does not say it, as in the harness."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportUntypedBaseClass]
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context, up to a stop string."""
+        """The text that the model writes after each context, up to a stop string."""
         raise InputError(["command line: --tasks: a task lets the model write text, which jgt eval does not do yet"])
 
 

@@ -44,7 +44,7 @@ class Form:
 
 
 def run_form(run: Run, folder: Path, shapes: Mapping[str, Shape]) -> Form:
-    """The form of a run's model. folder: the run directory; shapes: of the parameters, by path. Raises InputError if it has none."""
+    """The form of a run's model. folder: the run directory. shapes: the shapes of its parameters, by path. Raises InputError."""
     config = run.config.model
     if isinstance(config, ModelConfig):
         form = form_of(config, folder, getattr(run.config.data, "tokenizer_name", None), run.where)
@@ -77,7 +77,7 @@ def form_of(config: ModelConfig, run_folder: Path, tokenizer: str | None, where:
 def own_form(model: Any, keys: Mapping[str, Any], shapes: Mapping[str, Shape], name: str, where: Callable[[str], str]) -> Form:
     """The form of a model of the user's own, as its `hugging_face` says it: a function of the keys of `model:`.
 
-    It returns the contents of config.json, and the tensor of each parameter. name: of the model in the config. Raises InputError.
+    It returns the contents of config.json, and the tensor of each parameter. name: the name of the model in the config. Raises InputError.
     """
     place, function = f"{where('model.kind')}: model.kind: {name}", getattr(model, _OWN, None)
     example = "with the contents of config.json and a dict from parameters to tensors (docs/weights.md)"

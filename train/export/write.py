@@ -63,8 +63,8 @@ def exported_shapes(saved: SavedStep) -> dict[str, Shape]:
 def _exported(saved: SavedStep) -> dict[str, tuple[ArrayEntry, int]]:
     """The arrays of a checkpoint that are its model, by parameter, each with the number of its first dims that count replicas.
 
-    The model is the one that is evaluated: the average of the parameters if there is one, and with phases those of the last exchange. Frozen
-    parameters have neither.
+    The model is the one that is evaluated: the average of the parameters if there is one, and with phases those of the last exchange.
+    Frozen parameters have neither.
     """
     by_part: dict[str, dict[str, ArrayEntry]] = {}
     for entry in saved.manifest.arrays:

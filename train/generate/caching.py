@@ -29,7 +29,7 @@ Result = tuple[jax.Array, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Caching:
-    """What a model keeps between tokens. A cache is a tree of arrays, whose rows are dim `rows_dim`; scalars have none.
+    """The state that a model keeps between tokens. A cache is a tree of arrays, whose rows are dim `rows_dim`; scalars have none.
 
     read(module, tokens [b, s], lengths [b], step, slots): texts, of which each has its own length and the cache has `slots` slots. step:
     the steps of the batch so far. write(module, tokens [b], lengths [b], cache): the next token of each row, which has `lengths` tokens.

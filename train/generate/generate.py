@@ -31,9 +31,10 @@ Prompt = str | Sequence[int]
 
 @dataclass(kw_only=True)
 class Completion:
-    """What a model wrote after a prompt. number: the prompt's, and the sample's. reason: `stop` or `length`; empty while it is written.
+    """The text that a model wrote after a prompt. number: the numbers of the prompt and of the sample.
 
-    tokens: all that were drawn, with the logarithms of their probabilities; the text ends before a stop token or a stop text.
+    reason: `stop` or `length`; empty while it is written. tokens: all that were drawn, with the logarithms of their
+    probabilities; the text ends before a stop token or a stop text.
     """
 
     number: tuple[int, int]
@@ -43,7 +44,7 @@ class Completion:
     reason: str = ""
 
 
-class Piece(NamedTuple):
+class NewText(NamedTuple):
     """An answer with one more token, and the text that it adds."""
 
     answer: Completion
@@ -113,8 +114,8 @@ class Generator:
         """The text of a request's answer, before its first token."""
         return Text(self._decoded, request.tokens, stop)
 
-    def pieces(self, prompts: Sequence[Prompt], *, seed: int | None = None, **changes: Any) -> Iterator[Piece]:
-        """The answers to prompts as they are written, token by token. changes: of the section `generate:`. Raises InputError."""
+    def pieces(self, prompts: Sequence[Prompt], *, seed: int | None = None, **changes: Any) -> Iterator[NewText]:
+        """The answers to prompts as they are written, token by token. changes: keys of the section `generate:`. Raises InputError."""
         config = self.settings(**changes)
         numbers = [(n, sample) for n in range(len(prompts)) for sample in range(config.samples)]
         # All of them first, so that a wrong one is reported before any text.
@@ -139,7 +140,7 @@ class Generator:
                     answer.tokens.append(made.token)
                     answer.logprobs.append(made.log)
                     answer.text += new
-                    yield Piece(answer, new)
+                    yield NewText(answer, new)
 
     def answers(self, prompts: Sequence[Prompt], *, seed: int | None = None, **changes: Any) -> list[Completion]:
         """The whole answers to prompts, in their order; `samples` to each. Raises InputError."""

@@ -25,11 +25,11 @@ _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"
 # Keys that transformers' class of a family does not have, though `readings` would take them.
 _ONLY: Mapping[str, frozenset[str]] = {
     "layer_types": words("ministral qwen2 qwen3 gemma2 gemma3_text olmo3 smollm3"),
-    "partial_rotary_factor": words("phi3 glm4 stablelm"),
+    "partial_rotary_factor": words("phi phi3 glm4 stablelm"),
     "num_local_experts": words("mixtral"),
     "num_experts": words("qwen3_moe"),
     "original_max_position_embeddings": words("phi3"),
-    "head_dim": frozenset(FAMILIES) - words("gpt_neox stablelm gpt2"),
+    "head_dim": frozenset(FAMILIES) - words("cohere gpt_neox phi stablelm gpt2"),
     "num_key_value_heads": frozenset(FAMILIES) - words("gpt_neox gpt2"),
     # Its layers with a window are not scaled.
     "rope_scaling": frozenset(FAMILIES) - words("olmo3"),
@@ -118,7 +118,7 @@ def _written(c: ModelConfig) -> dict[str, Any]:
     """All keys of all families for a model's options. A value of None is written as null."""
     activation, has_window = _ACTIVATIONS[c.activation], c.window is not None
     scale, scaling = c.attention_scale or c.head_size**-0.5, c.rope_scaling
-    eps = ("layer_norm_eps", "layer_norm_epsilon") if c.norm == "layer" else ("rms_norm_eps",)
+    eps = ("layer_norm_eps", "layer_norm_epsilon") if c.norm.startswith("layer") else ("rms_norm_eps",)
     values = {
         **dict.fromkeys(("num_hidden_layers", "n_layer"), c.layers),
         **dict.fromkeys(("hidden_size", "n_embd"), c.embed),
@@ -149,6 +149,7 @@ def _written(c: ModelConfig) -> dict[str, Any]:
         "embedding_multiplier": c.embed_scale,
         "residual_multiplier": c.residual_scale,
         "logits_scaling": 1 / c.logits_scale,
+        "logit_scale": c.logits_scale,
     }
     if c.experts is not None:
         values |= dict.fromkeys(("num_local_experts", "num_experts"), c.experts.count) | {"num_experts_per_tok": c.experts.choose}

@@ -1,4 +1,4 @@
-"""What a run keeps of the published model that it began from: its config.json and the files of its tokenizer, in the run directory.
+"""The files that a run keeps of the published model that it began from: config.json and those of the tokenizer, in the run directory.
 
 An export needs them, and the folder of the model may be gone by then. They are copied when the run begins, and are small: the tensors stay
 where they are.

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -82,7 +83,9 @@ class Folder:
         if not part.size:
             return part
         begins, size = runs(tensor, place)
-        rows, preadv = part.reshape(-1).view(np.uint8).reshape(-1, size), os.preadv
+        # Of any type, because the types of Python 3.11 do not know that arrays are buffers.
+        rows: Any = part.reshape(-1).view(np.uint8).reshape(-1, size)
+        preadv = os.preadv
 
         def read() -> None:
             with open_file(tensor.file) as file:
