@@ -29,7 +29,7 @@ from .draw import DrawSettings, draw
 
 
 class TextState(NamedTuple):
-    """The state of a batch between steps: the cache, its tokens and the ones drawn last, int32[b], and the tokens of each text, bool[b, v]."""
+    """The state of a batch between steps: the cache, its tokens and the ones drawn last, int32[b], and those of each text, bool[b, v]."""
 
     cache: Any
     lengths: Any

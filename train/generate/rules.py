@@ -43,7 +43,8 @@ def rules_of(run: Run, mesh: Mapping[str, int], *, gathers: bool = False) -> tup
 def generation_rules(rules: Rules, batch: Axes, mesh: Mapping[str, int], kv_heads: int | None, *, gathers: bool = False) -> Rules:
     """The rules of generation. batch: the axes that split rows.
 
-    kv_heads: the number of key and value heads of a decoder with a cache; None for a model of another kind. gathers: parameters remain split as in training.
+    kv_heads: the number of key and value heads of a decoder with a cache; None for a model of another kind. gathers: parameters
+    remain split as in training.
     """
     gathered = () if gathers else batch
     signals = tuple(_of_one_token(rule, gathered) for rule in rules.signals)
