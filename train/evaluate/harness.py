@@ -11,11 +11,12 @@ evaluation that was killed is continued by the same command, and another task th
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -23,12 +24,14 @@ from typing import Any
 
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import handle_non_serializable, make_table
 
 from jgt.document import InputError, nearest
 
 from ..command_line import say
+from ..generate.generate import Generator
 from ..loaded import Loaded
 from ..run.replay import digest_of_arrays
 from .likelihood import Row, Scorer, prefix_of, windows
@@ -137,7 +140,38 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportUntypedBaseClass]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The text that the model writes after each context, up to a stop string."""
-        raise InputError(["command line: --tasks: a task lets the model write text, which jgt eval does not do yet"])
+        found, alike = [""] * len(requests), dict[str, list[int]]()
+        for index, request in enumerate(requests):
+            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(index)
+        for some in alike.values():
+            settings = _settings(requests[some[0]].args[1])
+            room = self.max_length - settings["tokens"]
+            if room < 1:
+                why = f"lets the model write {settings['tokens']} tokens, and model.seq {self.max_length} leaves no room for the question"
+                raise InputError([f"command line: --tasks: a task {why}"])
+            prompts = [self.tok_encode(requests[index].args[0])[-room:] for index in some]
+            for piece in self._generator.pieces(prompts, batch=self._scorer.rows, **settings):
+                if piece.answer.reason:
+                    index = some[piece.answer.number[0]]
+                    found[index] = piece.answer.text
+                    self.cache_hook.add_partial("generate_until", requests[index].args, found[index])
+        return found
+
+    @functools.cached_property
+    def _generator(self) -> Generator:
+        loaded = self._loaded
+        return Generator(loaded.setup, loaded.params, loaded.variables, self._tokenizer, ends=(self.eot_token_id,))
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A task's `generation_kwargs` as keys of `generate:`. Raises InputError for one that jgt does not have."""
+    kwargs: dict[str, Any] = {**normalize_gen_kwargs(dict(given), _MOST_TOKENS)}
+    tokens, stop, is_drawn = kwargs.pop("max_gen_toks"), kwargs.pop("until"), kwargs.pop("do_sample")
+    drawing = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    if unknown := kwargs.keys() - drawing.keys():
+        raise InputError([f"command line: --tasks: a task's generation_kwargs: {sorted(unknown)[0]}: jgt has only {', '.join(drawing)}"])
+    drawing |= kwargs | ({} if is_drawn else {"temperature": 0.0})
+    return {"tokens": tokens, "stop": tuple(stop), "samples": 1, **drawing}
 
 
 def _identity(loaded: Loaded) -> str:

@@ -7,16 +7,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from local_tasks import ANSWERS, write_model, write_tasks
 
 from jgt.__main__ import main
+from jgt.document import InputError
 from train.evaluate.likelihood import Scorer
+from train.loaded import load_model
 
 pytest.importorskip("lm_eval")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-TASKS = ("local_choice", "local_rolling")
+TASKS = ("local_choice", "local_rolling", "local_writing")
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +42,24 @@ def test_results_are_those_of_hf(layout, tmp_path, capsys):
     assert json.loads(file.read_text())["results"] == found["results"]
 
 
+def test_written_texts_are_those_of_hf(tmp_path):
+    from train.evaluate.harness import HarnessModel
+
+    model = HarnessModel(Scorer(load_model(str(write_model(tmp_path / "model")))))
+    expected = json.loads(ANSWERS.read_text())["written"]
+    given = {"until": ["k", "TT"], "max_gen_toks": 24, "do_sample": False}
+    assert model.generate_until([SimpleNamespace(args=(text, given)) for text, _ in expected]) == [answer for _, answer in expected]
+    with pytest.raises(InputError, match=r"generation_kwargs: num_beams: jgt has only temperature, top_k"):
+        model.generate_until([SimpleNamespace(args=("a", {**given, "num_beams": 4}))])
+    with pytest.raises(InputError, match="leaves no room for the question"):
+        model.generate_until([SimpleNamespace(args=("a", {**given, "max_gen_toks": 4096}))])
+
+
 def test_tasks_that_cannot_be_evaluated_are_refused(tmp_path, capsys):
     model, tasks = write_model(tmp_path / "model"), write_tasks(tmp_path / "tasks")
     arguments = ["eval", str(model), "--include", str(tasks), "--out", str(tmp_path / "out"), "--tasks"]
     assert main([*arguments, "local_choise"]) == 2
     assert "--tasks local_choise: no such task. Did you mean 'local_choice'?" in capsys.readouterr().err
-    assert main([*arguments, "local_writing"]) == 2
-    assert "a task lets the model write text, which jgt eval does not do yet" in capsys.readouterr().err
 
 
 def test_an_evaluation_that_is_killed_continues(tmp_path, monkeypatch, capsys):
