@@ -247,7 +247,8 @@ def test_the_backward_pass_of_a_recomputed_part_of_a_loop_is_in_its_signal_once(
             for inner in jx.subprograms(equation):
                 yield from paths(inner, place)
 
-    assert set(paths(jax.make_jaxpr(jax.grad(loss))(X), Place())) == {"", "layers", "layers/mlp"}
+    # Some versions of JAX have equations outside of the signal, too.
+    assert set(paths(jax.make_jaxpr(jax.grad(loss))(X), Place())) - {""} == {"layers", "layers/mlp"}
 
 
 def test_a_dropped_result_and_a_literal_are_recognised():

@@ -21,7 +21,8 @@ from .cache import Cache, KeysValues, layer_of, seen, written
 from .config import ModelConfig
 from .kernels import Attend, attend_to
 from .linear import adding_init, cheap, linear, make_norm, read_by
-from .rope import LayerFlags, Rows, rotate
+from .rope import rotate
+from .tokens import LayerFlags, Rows
 
 
 class Attention(nnx.Module):

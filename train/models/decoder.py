@@ -34,7 +34,7 @@ from .linear import cheap, compute_type, make_norm
 from .mlp import MLP
 from .model import Model, Table, Terms, Vector, of_nnx
 from .moe import MoE
-from .rope import LayerFlags, Rows
+from .tokens import LayerFlags, Rows
 
 _TILE = 64
 TABLE_INIT = nnx.initializers.variance_scaling(1.0, "fan_out", "normal")

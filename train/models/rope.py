@@ -6,35 +6,12 @@ b batch, s seq, n heads, h head size, r rotated elements of a head.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .options import Options, RopeScaling
-
-
-class Rows(NamedTuple):
-    """Where the tokens [b, s] are in their texts.
-
-    segments: int[b, s], the position in its row at which the document of each token begins, which is negative where the first tokens are in
-    a cache; None if each row is one document. lengths: int[b], the tokens of each row's text so far; None: s.
-    """
-
-    segments: jax.Array | None = None
-    lengths: jax.Array | None = None
-
-
-class LayerFlags(NamedTuple):
-    """The values that may differ between layers. A flag that differs is an array, of which the scan gives each layer its entry.
-
-    is_full: whether a token sees all earlier ones, whatever `model.window` says. rotates: whether queries and keys have rotary positions.
-    place: the layer's place among those of its kind in a cache, int32[]; False without a cache.
-    """
-
-    is_full: bool | jax.Array = True
-    rotates: bool | jax.Array = True
-    place: bool | jax.Array = False
+from .tokens import LayerFlags, Rows
 
 
 def rotate(x: jax.Array, options: Options, flags: LayerFlags, rows: Rows) -> jax.Array:

@@ -274,7 +274,8 @@ def test_mosaics_kernels_compile_on_the_devices_of_a_mesh():
     found = plan(
         mapped, *(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=jax.NamedSharding(mesh, spec)) for s in shapes), target="h100:1x8"
     )
-    assert found.flops_per_device == 3 * 2 * 256 * 128 * 128
+    # Nobody needs the matmul of the forward pass, nor the gradient of the rows.
+    assert found.flops_per_device == 2 * 256 * 128 * 128
     assert not found.findings
 
 

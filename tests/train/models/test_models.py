@@ -13,7 +13,8 @@ import train.models
 from train.models.config import GPTConfig, ModelConfig
 from train.models.decoder import build
 from train.models.options import Options
-from train.models.rope import LayerFlags, rotate
+from train.models.rope import rotate
+from train.models.tokens import LayerFlags, Rows
 
 LLAMA = ModelConfig(layers=2, embed=16, heads=4, kv_heads=2, ffn=24, vocab=50, seq=12)
 GPT = GPTConfig(layers=2, embed=16, heads=4, ffn=24, vocab=50, seq=12)
@@ -109,7 +110,7 @@ def test_logits_are_those_of_the_reference(config, slow):
 
 def test_rotary_positions():
     x = np.random.default_rng(1).normal(size=(2, 5, 3, 8))
-    rotated = rotate(jnp.asarray(x, jnp.float32), Options(rope_theta=100.0), LayerFlags(), None)
+    rotated = rotate(jnp.asarray(x, jnp.float32), Options(rope_theta=100.0), LayerFlags(), Rows())
     np.testing.assert_allclose(rotated, slow_rope(x, 100.0), rtol=0, atol=1e-5)
 
 

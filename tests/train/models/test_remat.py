@@ -17,7 +17,7 @@ from train.config import load
 from train.models.config import GPTConfig, ModelConfig
 from train.models.decoder import Block, build
 from train.models.kernels import XLA
-from train.models.rope import LayerFlags
+from train.models.tokens import LayerFlags, Rows
 from train.setup import prepare
 from train.setup.remat import Keep, with_remat_of
 
@@ -70,7 +70,7 @@ def test_gradients_are_the_same_whatever_is_recomputed(kind):
 def kept_by(kind, remat):
     """Type and shape of each value of the batch's size that a layer in bf16 keeps, its input included."""
     graph, params = nnx.split(Block(config_of(kind, dtype="bf16"), XLA, rngs=nnx.Rngs(0)))
-    layer = lambda x, params: nnx.merge(graph, params)(x, None, LayerFlags())  # noqa: E731
+    layer = lambda x, params: nnx.merge(graph, params)(x, Rows(), LayerFlags())  # noqa: E731
     layer = layer if remat == "none" else jax.checkpoint(layer, policy=Keep(remat=remat), prevent_cse=False)
     kept = saved_residuals(layer, jnp.zeros((3, SEQ, EMBED), jnp.bfloat16), params)
     return sorted((str(x.dtype), *x.shape) for x, _ in kept if x.shape[:2] == (3, SEQ) and x.shape[2:] != (1,))
