@@ -82,7 +82,7 @@ def model_of(name, layout="none"):
     model = build(config)
     made = programs(model, config, *MESHES[layout])
     variables = jax.tree.map(jnp.zeros_like, jax.eval_shape(model.init, jax.random.key(0))[1])
-    return made, made.placed(loaded(name, config), variables)
+    return made, made.placed(jax.device_get(loaded(name, config)), variables)
 
 
 def batch_of(name, layout="none", *, rows):
@@ -90,12 +90,11 @@ def batch_of(name, layout="none", *, rows):
     return TextBatch(made, *arrays, rows=rows)
 
 
-# Windows and full layers, in a batch whose rows get further prompts.
-
 # Two families on every mesh, and each of the others on one.
 ON_MESHES = [(n, m) for i, n in enumerate(NAMES) for j, m in enumerate(MESHES) if n in ("gemma3", "llama3") or i % len(MESHES) == j]
 
 
+# Windows and full layers, in a batch whose rows get further prompts.
 def test_tokens_are_those_of_transformers():
     prompts, expected = prompts_of("gemma3")
     chosen = [0, 4, 6]
@@ -195,7 +194,7 @@ def test_a_model_of_ones_own_is_called_with_whole_texts_or_has_a_cache(layout):
         model = of_nnx(lambda rngs, kind=kind: kind(rngs))
         made = programs(model, config, *MESHES[layout])
         params, variables = model.init(jax.random.key(0))
-        found[kind] = continued(TextBatch(made, *made.placed(params, variables), rows=2), prompts, 30)
+        found[kind] = continued(TextBatch(made, *made.placed(jax.device_get(params), variables), rows=2), prompts, 30)
         texts, apply = [list(prompt) for prompt in prompts], jax.jit(model.apply)
         for text in texts:
             while len(text) < 24:
