@@ -177,7 +177,7 @@ def measured(way: Way, folder: Path, *, counts: bool) -> dict[str, float]:
 
 
 def unshared() -> int:
-    """Bytes of this process's memory that are no file's."""
+    """The bytes of this process's memory that are not pages of a file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) * 1024
 

@@ -45,7 +45,7 @@ class Files:
 def open_files(described: Described, config: ModelConfig, shapes: Any) -> Files:
     """The files of a published model with parameters of these shapes, nested dicts.
 
-    Raises InputError with every tensor that is missing, has another shape or is no part of the model. No tensor is read.
+    Raises InputError with every tensor that is missing, has another shape or is not part of the model. No tensor is read.
     """
     flat = {path_text(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(shapes)}
     sources = sources_of(described.family, flat, (config.heads, config.num_kv_heads))

@@ -115,4 +115,4 @@ def misfits(wanted: Mapping[str, Shape], names: Mapping[str, str], found: Mappin
             yield f"the tensor {name} has the type {found[name].dtype}, which is not one of {', '.join(PARAMETERS)}"
     for name in found.keys() - names.values():
         if not name.endswith(tuple(skipped)):
-            yield f"the tensor {name} {list(found[name].shape)} is no part of the model that config.json describes"
+            yield f"the tensor {name} {list(found[name].shape)} is not part of the model that config.json describes"

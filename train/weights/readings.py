@@ -20,7 +20,7 @@ _ACTIVATIONS = {
 }
 
 
-def _shared(k: Any, *, tied: bool = False, theta: float = 10_000.0, activation: str = "silu") -> dict[str, Any]:
+def _shared(k: Any, *, tied: bool = False, theta: float = 10_000.0, activation: str = "silu", eps: float = 1e-6) -> dict[str, Any]:
     """The options that nearly all families write alike. The arguments are the defaults of the family's keys."""
     heads = k.need("num_attention_heads")
     name = k.get("hidden_act", activation)
@@ -35,7 +35,7 @@ def _shared(k: Any, *, tied: bool = False, theta: float = 10_000.0, activation: 
         "ffn": k.need("intermediate_size"),
         "vocab": k.need("vocab_size"),
         "seq": k.get("max_position_embeddings"),
-        "norm_eps": k.get("rms_norm_eps", k.get("layer_norm_eps", k.get("layer_norm_epsilon", 1e-6))),
+        "norm_eps": k.get("rms_norm_eps", k.get("layer_norm_eps", k.get("layer_norm_epsilon", eps))),
         "tied": k.get("tie_word_embeddings", tied),
         "activation": _ACTIVATIONS.get(name, "silu"),
         **_rope(k, theta),
@@ -223,11 +223,10 @@ def neox(k: Any) -> dict[str, Any]:
     """The options of neox."""
     k.require("attention_bias", True)
     share, theta = k.get("rotary_pct"), k.get("rotary_emb_base")
-    shared = _shared(k, activation="gelu")
+    shared = _shared(k, activation="gelu", eps=1e-5)
     return {
         **shared,
         "norm": "layer",
-        "norm_eps": k.get("layer_norm_eps", 1e-5),
         "biases": ["qkv", "out", "mlp"],
         "gated": False,
         "parallel": "two_norms" if k.get("use_parallel_residual", True) else None,
@@ -239,11 +238,10 @@ def neox(k: Any) -> dict[str, Any]:
 def stablelm(k: Any) -> dict[str, Any]:
     """The options of stablelm."""
     k.require("qk_layernorm", False)
-    shared = _shared(k)
+    shared = _shared(k, eps=1e-5)
     return {
         **shared,
         "norm": "layer",
-        "norm_eps": k.get("layer_norm_eps", 1e-5),
         "biases": ["qkv"] if k.get("use_qkv_bias", False) else [],
         "parallel": "one_norm" if k.get("use_parallel_residual", False) else None,
         "rope_share": shared["rope_share"] or 0.25,
@@ -253,11 +251,10 @@ def stablelm(k: Any) -> dict[str, Any]:
 def phi(k: Any) -> dict[str, Any]:
     """The options of phi."""
     k.require("qk_layernorm", False)
-    shared = _shared(k, activation="gelu_new")
+    shared = _shared(k, activation="gelu_new", eps=1e-5)
     return {
         **shared,
         "norm": "layer",
-        "norm_eps": k.get("layer_norm_eps", 1e-5),
         "biases": ["qkv", "out", "mlp", "head"],
         "gated": False,
         "parallel": "one_norm",
@@ -270,9 +267,8 @@ def cohere(k: Any) -> dict[str, Any]:
     k.require("use_qk_norm", False)
     k.ignore("model_max_length")
     return {
-        **_shared(k, tied=True),
+        **_shared(k, tied=True, eps=1e-5),
         "norm": "layer_unbiased",
-        "norm_eps": k.get("layer_norm_eps", 1e-5),
         "biases": ["qkv", "out"] if k.get("attention_bias", False) else [],
         "parallel": "one_norm",
         "rope_pairs": "neighbours",

@@ -244,7 +244,7 @@ def test_a_weight_decay_that_an_own_optimizer_does_not_take_is_refused():
     (problem,) = caught.value.problems
     assert problem == "run.yaml:2: optimizer.weight_decay: plain has no argument 'weight_decay'. It takes: learning_rate"
     made(plain, weight_decay=OwnOptimizer.weight_decay)
-    # A decay that it takes is that of the step.
+    # A function that takes the decay gets the value of the step.
     decayed = made(
         lambda learning_rate, weight_decay: optax.chain(optax.add_decayed_weights(weight_decay), optax.sgd(1.0)), weight_decay=0.3
     )

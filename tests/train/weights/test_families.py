@@ -160,5 +160,5 @@ def test_tensors_that_are_missing_or_have_another_shape_are_named(tmp_path):
     text = str(caught.value)
     assert "the tensor model.layers.2.mlp.up_proj.weight [64, 32] is missing" in text
     assert "the tensor model.layers.0.mlp.up_proj.weight has the shape [48, 32], but the model needs [64, 32]" in text
-    with pytest.raises(jgt.InputError, match=r"self_attn.q_proj.bias .* is no part of the model"):
+    with pytest.raises(jgt.InputError, match=r"self_attn.q_proj.bias .* is not part of the model"):
         loaded("llama", dataclasses.replace(config_of("llama"), biases=()))

@@ -241,15 +241,15 @@ CASES = {
     # Tensors that are not the model's
     "a tensor is missing": tensors("the tensor lm_head.weight [16, 8] is missing", {"lm_head.weight": None}),
     "every tensor is missing": data("the header", of_header(b"{}", bytes(4))),
-    "another tensor": tensors("the tensor model.layers.0.evil [2] is no part of the model", {PART + "evil": [2]}),
+    "another tensor": tensors("the tensor model.layers.0.evil [2] is not part of the model", {PART + "evil": [2]}),
     "another layer": tensors(
-        "the tensor model.layers.1.input_layernorm.weight [8] is no part", {"model.layers.1.input_layernorm.weight": [8]}
+        "the tensor model.layers.1.input_layernorm.weight [8] is not part", {"model.layers.1.input_layernorm.weight": [8]}
     ),
     "another shape": tensors("lm_head.weight has the shape [16, 9], but the model needs [16, 8]", {"lm_head.weight": [16, 9]}),
     "another number of dims": tensors("the tensor model.norm.weight has the shape [8, 1]", {"model.norm.weight": [8, 1]}),
     "transposed": tensors("mlp.down_proj.weight has the shape [12, 8], but", {PART + "mlp.down_proj.weight": [12, 8]}),
     "a scalar": tensors("the tensor model.norm.weight has the shape []", {"model.norm.weight": []}),
-    "a name that a terminal obeys": tensors(r"the tensor \x1b[2J [1] is no part", {"\x1b[2J": [1]}),
+    "a name that a terminal obeys": tensors(r"the tensor \x1b[2J [1] is not part", {"\x1b[2J": [1]}),
     "a larger model": (config("", num_hidden_layers=40)[0], "the tensor model.layers.39.input_layernorm.weight [8] is missing"),
     "a model of 10^18 parameters": (config("", hidden_size=10**6, num_hidden_layers=10**4, intermediate_size=10**7)[0], "has the shape"),
     "whole numbers": (lambda folder: (folder / SINGLE).write_bytes(file_of(TENSORS, "I32")), f"{FIRST} has the type int32"),
