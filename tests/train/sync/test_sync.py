@@ -265,7 +265,8 @@ def test_late_gradients_hide_nine_tenths_of_what_the_axis_costs():
 
     now, late, alone = (planned(f"{{axis: replica, wire: bf16, {kind}}}") for kind in ("every: 1", "late: 1", "every: 20"))
     assert late.step_time_ms - alone.step_time_ms <= 0.1 * (now.step_time_ms - alone.step_time_ms)
-    assert not any("replica" in axes for axes in late.exposed_ms)
+    # What stays are the two sums of 8 bytes over all devices for the loss; gradients cross replica alone.
+    assert "replica" not in late.exposed_ms
     assert not late.findings
     # What rides are not parameters of the layers.
     over_axis = sum(row.bytes for row in late.expected if row.axes == ("replica",))
