@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import importlib.util
 import re
 import subprocess
@@ -23,17 +24,24 @@ sys.modules["rooms"] = rooms
 spec.loader.exec_module(rooms)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forget_trees():
+    """Trees of the whole repository are half a million objects, which would slow down the garbage collector in the tests that follow."""
+    yield
+    rooms.tree_of.cache_clear()
+
+
 def modules(folder):
     return sorted(p for p in (ROOT / folder).rglob("*.py"))
 
 
+@functools.cache
 def imports(path):
     """Every module that a file imports, at the top or inside a function, by statements and by strings."""
-    found = rooms.modules_of(path)
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(rooms.tree_of(path)):
         if isinstance(node, ast.ImportFrom):
             check_style(path.relative_to(ROOT), node)
-    return found
+    return rooms.modules_of(path)
 
 
 def check_style(path, node):
@@ -145,7 +153,7 @@ assert not {"train", "jgt._train", "jax"} & set(sys.modules)
 
 def constants(path):
     """The strings of a file that are not docstrings."""
-    tree = ast.parse(path.read_text())
+    tree = rooms.tree_of(path)
     prose = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     return [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str) and n not in prose]
 
@@ -169,7 +177,7 @@ DOORS = ("jgt", "jgt.document", "jgt.planner", "jgt.signal")
 
 def names_of_jgt(path):
     """The names of jgt that a file uses, each with the module that it takes it from."""
-    tree, doors = ast.parse(path.read_text()), {}
+    tree, doors = rooms.tree_of(path), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             doors |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name.split(".")[0] == "jgt"}
@@ -194,7 +202,7 @@ def public_names(package):
     """The classes, functions and constants that the files of a package define without an underscore, with their files."""
     found = {}
     for path in modules(package):
-        for node in ast.parse(path.read_text()).body:
+        for node in rooms.tree_of(path).body:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
             names = [target.id for target in targets if isinstance(target, ast.Name)]
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -222,9 +230,9 @@ def test_no_folder_has_more_modules_than_a_reader_can_hold_in_the_head(package):
     assert len(folders[ROOT / package]) <= {"jgt": 4, "train": 8}[package]
 
 
-def test_the_picture_of_the_rooms_is_up_to_date():
-    script = ROOT / "docs" / "pictures" / "rooms.py"
-    subprocess.run([sys.executable, str(script), "--check"], check=True, cwd=ROOT)
+def test_the_picture_of_the_rooms_is_up_to_date(monkeypatch):
+    monkeypatch.setattr(sys, "argv", [str(PICTURE), "--check"])
+    assert rooms.main() == 0
 
 
 def module_of(path):

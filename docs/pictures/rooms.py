@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import itertools
 import sys
 from collections.abc import Iterator
@@ -71,14 +72,20 @@ def imports_of(path: Path, package: str) -> Iterator[str]:
     yield from (parts[1] for name in modules_of(path) if (parts := name.split("."))[0] == package and len(parts) > 1)
 
 
-def modules_of(path: Path) -> set[str]:
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    """Return the syntax tree of a file, which is parsed once."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def modules_of(path: Path) -> frozenset[str]:
     """The modules that a file imports, at the top or inside a function, by a statement or by a string.
 
     `from a import b` counts as a and a.b. A string counts where it is the argument of `import_module` or of `trainer` (a module of the
     trainer), or follows "-m", or is code for another process with such calls and imports in it.
     """
-    tree = ast.parse(path.read_text())
-    return {name for node in ast.walk(tree) for name in _names_in(node, path.relative_to(ROOT).parts)}
+    return frozenset(name for node in ast.walk(tree_of(path)) for name in _names_in(node, path.relative_to(ROOT).parts))
 
 
 def _names_in(node: ast.AST, parts: tuple[str, ...]) -> Iterator[str]:
