@@ -168,6 +168,7 @@ def test_the_run_files_of_the_page_on_own_code_are_the_examples():
         assert {key: {inner: run[key].get(inner) for inner in value} for key, value in shown.items()} == shown
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_on_own_code_trains(tmp_path, monkeypatch):
     """All Python of the page is one file. Two runs name what is in it: the page's last run file, and the language model alone."""
     monkeypatch.chdir(tmp_path)

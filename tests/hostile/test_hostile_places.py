@@ -66,6 +66,7 @@ def test_each_odd_file_in_a_data_folder_is_reported(empty):
         assert sum("cannot be read" in problem for problem in problems) == 7, problems
 
 
+@pytest.mark.slow
 def test_patterns_do_not_follow_links_in_circles(empty):
     for name in "abcd":
         (empty / name).symlink_to(".")

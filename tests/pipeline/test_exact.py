@@ -190,6 +190,7 @@ def pipelines(draw):
     return num_layers, sizes, {"schedule": schedule, "virtual": virtual, "microbatches": microbatches, "remat": remat}
 
 
+@pytest.mark.slow
 @given(pipelines())
 @settings(max_examples=3, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow])
 def test_sampled_pipelines(decoder, sampled):

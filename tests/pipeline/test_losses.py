@@ -249,6 +249,7 @@ def test_metrics_beside_the_loss():
     assert_exact(measured, mesh_of(stage=2, data=2), schedule="interleaved", microbatches=8)
 
 
+@pytest.mark.slow
 def test_metrics_of_each_layer():
     assert_exact(case(two_values_of_each_layer, has_aux=True), mesh_of(**MESH))
 

@@ -79,6 +79,7 @@ def test_what_the_rules_split_within_a_stage_stays_split(monkeypatch):
     assert split + 2 * 4 <= gathers(SEQUENCE, mesh)
 
 
+@pytest.mark.slow
 def test_half_precision_travels_as_it_is_on_cpus_too():
     def halved(params, batch):
         return decoder_loss(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch).astype(jnp.float32)

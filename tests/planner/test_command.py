@@ -210,6 +210,7 @@ def test_a_plan_its_page_its_lock_and_its_budget(command, folder):
     assert not any("layers/attn" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_two_rules_files_side_by_side(command):
     code, out, err = command("--config", "run.yaml", "--diff", str(RULES / "tensor.yaml"), str(RULES / "replicated.yaml"))
     assert (code, err) == (0, "")
@@ -238,6 +239,7 @@ def test_two_runs_side_by_side(command):
     assert rows["layers/mlp", "all-reduce", "tensor"][1] == 0 < rows["layers/mlp", "all-reduce", "tensor"][0]
 
 
+@pytest.mark.slow
 @needs_plugin
 def test_a_plan_for_gpus(command):
     write("run.yaml", budget={"step_ms": 1e-6})

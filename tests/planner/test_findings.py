@@ -194,6 +194,7 @@ def test_the_line_of_a_replicated_embedding(replicated):
     assert place(only(replicated, "replicated", "embed").source) == line
 
 
+@pytest.mark.slow
 def test_bf16_is_explained(planned):
     assert not planned("fsdp_tensor", dtype="bf16").findings
 
@@ -248,7 +249,7 @@ def attention(found):
         ("pipeline", None),
         pytest.param(("quickstart", GPUS), marks=needs_plugin),
         pytest.param(("pipeline", GPUS), marks=[needs_plugin, pytest.mark.slow]),
-        pytest.param(("llama-8b", GPUS), marks=needs_plugin),
+        pytest.param(("llama-8b", GPUS), marks=[needs_plugin, pytest.mark.slow]),
         pytest.param(("gpu", GPUS), marks=[needs_plugin, pytest.mark.slow]),
     ],
     ids=lambda case: "-".join(filter(None, case)),

@@ -165,6 +165,7 @@ class Shared(nnx.Module):
         return self.second(self.first(x) * 2 + 1)
 
 
+@pytest.mark.slow
 def test_state_that_is_shared_stays_one_variable():
     found = []
     for fn in (jgt.shard(loss, RULES, MESH, partial=True), loss):
@@ -300,6 +301,7 @@ class Stack(nnx.Module):
         return h
 
 
+@pytest.mark.slow
 def test_a_module_whole_in_a_pipeline_keeps_its_state():
     mesh = jgt.make_mesh({"data": 2, "stage": 4})
     rules = jgt.make_rules({"axes": {"batch": ["data"]}, "default": "replicate"})

@@ -84,6 +84,7 @@ def moves(fn, placement, params, *inputs):
     return {i.kind for i in found if max(sizes_of(i)) >= EMBED * FFN // 2}
 
 
+@pytest.mark.slow
 def test_stored_weights_and_their_gradients_do_not_move():
     one, sharded, storage = stored(12, {"stage": 2, "tensor": 2}, {"schedule": "interleaved", "virtual": 3})
     assert moves(sharded, storage.model, one.params, *one.inputs) == {"all-to-all"}

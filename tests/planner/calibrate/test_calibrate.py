@@ -72,6 +72,7 @@ def test_kernels_are_run_in_rounds_and_written(tmp_path):
     assert again.hbm_gbs == pytest.approx(found.hbm_gbs, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_plan_for_cpu_devices_has_times(tmp_path, capsys):
     chip = tmp_path / "cpu.yaml"
     chip.write_text(CHIP)

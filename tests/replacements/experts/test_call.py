@@ -18,6 +18,7 @@ def test_rows_go_through_the_experts_chosen_for_them(count, choose, bias):
     assert worst(run(params, x), wanted(params, x)) < 2e-6
 
 
+@pytest.mark.slow
 def test_it_can_be_vmapped():
     scales, x = jnp.arange(1.0, 4.0), jax.random.normal(jax.random.key(1), (2, 5, 8))
     choice = jnp.array([[[0, 1], [2, 0], [1, 1], [0, 2], [2, 2]]] * 2)

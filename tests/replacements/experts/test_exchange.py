@@ -72,6 +72,7 @@ def test_a_router_whose_scales_are_the_values_of_top_k(mesh):
     assert "all-gather(" not in run.lower(params, x).compile().as_text()
 
 
+@pytest.mark.slow
 def test_rows_beyond_the_room_are_dropped_if_the_rules_say_so():
     mesh, count, choose = {"expert": 4}, 4, 1
     params, x = make(jax.random.key(0), count, EMBED, FFN), jax.random.normal(jax.random.key(1), (4, 16, EMBED))

@@ -179,6 +179,7 @@ def test_matmuls_in_eight_bits_are_those_of_rounded_sides():
     assert np.any(np.abs(found[2] - exact) > 1e-3)
 
 
+@pytest.mark.slow
 def test_a_row_in_eight_bits_does_not_depend_on_the_rows_beside_it():
     rows, weights, _ = arrays(64, (40, 20), 16, 32)
     one = in_eight_bits(rows, jnp.array([40, 20]), weights)
@@ -187,6 +188,7 @@ def test_a_row_in_eight_bits_does_not_depend_on_the_rows_beside_it():
     np.testing.assert_array_equal(one[40:60], other[40:60])
 
 
+@pytest.mark.slow
 def test_a_model_with_experts_in_eight_bits_is_near_the_model():
     tokens = jnp.arange(16).reshape(2, 8)
     # All experts are chosen: a rounding may change a choice.
@@ -236,6 +238,7 @@ def test_mosaics_kernels_are_for_bf16_on_hopper(dtype, kind, why):
     assert why in obstacle and bool(why) == bool(obstacle)
 
 
+@pytest.mark.slow
 @needs_plugin
 def test_mosaics_kernels_compile_for_a_gpu_that_is_not_there():
     mesh = jgt.make_mesh({"one": 1}, devices=devices_of(Target.parse("h100:1x1")))

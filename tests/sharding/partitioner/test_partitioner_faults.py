@@ -190,6 +190,7 @@ assert not avoided, avoided
 """
 
 
+@pytest.mark.slow
 def test_on_four_axes_a_gather_beside_a_split_sum_is_not_forgotten():
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
     done = subprocess.run([sys.executable, "-c", ON_SIXTEEN], check=False, capture_output=True, text=True, env=environment, timeout=120)

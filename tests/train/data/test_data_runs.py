@@ -38,6 +38,7 @@ def last_state(run):
     return jax.device_get(state)
 
 
+@pytest.mark.slow
 def test_a_killed_run_on_parquet_resumes_bit_for_bit_and_equals_one_on_jsonl(tiny, tmp_path, stopped_at, rows):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts = [f"{i} squared is {i * i}\n" for i in range(400)]

@@ -149,6 +149,7 @@ def test_a_run_has_the_numbers_of_one_device_also_in_parts(tiny, masks, rules_di
     np.testing.assert_allclose(spread, one, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_for_bit(tiny, masks, tmp_path, read_rows, stopped_at):
     def losses(folder):
         return [row["loss"] for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
@@ -161,6 +162,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tiny, masks, tmp_path, read_rows, sto
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_generated_text_ends_with_its_document(tiny, masks):
     run = tiny(*masks, "sample={tokens: 9, prompt: '1 4 9 ', temperature: 0}")
     setup = prepare(run)

@@ -25,6 +25,7 @@ def layer_of(state):
     return jax.device_get(state.variables["layers"]["moe"])
 
 
+@pytest.mark.slow
 def test_a_step_moves_the_bias_by_the_loads_of_the_whole_batch(tiny):
     biases, loads = [], []
     for parts in (1, 4):

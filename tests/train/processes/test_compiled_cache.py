@@ -88,6 +88,7 @@ def test_harmed_programs_are_named_removed_and_compiled_again(harms, first, star
     assert [path.stat().st_mtime_ns for path in programs(cache)] == before
 
 
+@pytest.mark.slow
 def test_programs_of_a_start_that_died_in_its_first_step_are_compiled_again(first, started):
     cache, expected = first
     assert started(cache, kill=True)[0] == -signal.SIGKILL
@@ -142,7 +143,6 @@ def test_a_flipped_bit_is_noticed_although_the_codec_does_not(started, tmp_path)
     assert len(lines) == len(programs(cache))
 
 
-@pytest.mark.slow
 def test_a_user_without_a_home_trains_without_a_cache(started, tmp_path, monkeypatch):
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "")

@@ -115,6 +115,7 @@ def test_with_two_processes_no_checkpoint_comes_after_the_change(started, tokens
 # -- encoding ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_a_killed_encoding_leaves_is_removed_by_the_next_start(nursery, tiny_file, tmp_path, pytestconfig):
     texts, folder = tmp_path / "texts.jsonl", tmp_path / "run" / "data"
     texts.write_text("".join(json.dumps({"text": "abcdefgh" * 4}) + "\n" for _ in range(150_000)))

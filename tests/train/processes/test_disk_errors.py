@@ -95,6 +95,7 @@ def test_a_process_whose_disk_is_away_ends_both(disk_nursery, finished, tiny_fil
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["2", "4"]
 
 
+@pytest.mark.slow
 def test_a_process_whose_save_failed_early_ends_when_it_is_asked_to(tiny_file, disk_library, tmp_path, pytestconfig):
     """Orbax's threads wait ten minutes for the folder that could not be made."""
     (tmp_path / "refuse").touch()

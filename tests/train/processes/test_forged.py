@@ -1,6 +1,7 @@
 """Checkpoints whose checksums are right and whose contents are not: set aside with a line if an older one serves, otherwise refused."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -15,12 +16,16 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 @pytest.fixture(scope="module")
 def finished(nursery, tiny_file, tmp_path_factory):
-    """The folder of a finished run with two checkpoints, and that of one with other arrays."""
-    folder = tmp_path_factory.mktemp("finished")
-    for name, *options in (("run",), ("other", "model.ffn=32")):
-        arguments = ["--config", str(tiny_file), f"run.dir={folder / name}", f"train.steps={STEPS}", "checkpoint.every=2", *options]
-        assert nursery.start(arguments, folder / f"{name}.log").wait() == 0
-    return folder
+    """Trains a run with two checkpoints, once for the same options. Returns its folder."""
+
+    @functools.cache
+    def _finished(*options):
+        folder = tmp_path_factory.mktemp("finished")
+        arguments = ["--config", str(tiny_file), f"run.dir={folder / 'run'}", f"train.steps={STEPS}", "checkpoint.every=2", *options]
+        assert nursery.start(arguments, folder / "log").wait() == 0
+        return folder / "run"
+
+    return _finished
 
 
 @pytest.fixture
@@ -29,9 +34,9 @@ def forged(nursery, tiny_file, finished, tmp_path):
 
     def _forged(forge, steps, *options):
         folder = tmp_path / "run"
-        shutil.copytree(finished / "run", folder)
+        shutil.copytree(finished(), folder)
         for number in steps:
-            forge(folder / "checkpoints" / str(number), finished / "other" / "checkpoints" / str(number))
+            forge(folder / "checkpoints" / str(number), lambda: finished("model.ffn=32") / "checkpoints" / str(number))
         arguments = ["--config", str(tiny_file), f"run.dir={folder}", f"train.steps={STEPS}", "checkpoint.every=2", *options]
         return nursery.start(arguments, tmp_path / "log").wait(), (tmp_path / "log").read_text()
 
@@ -64,7 +69,7 @@ def type_of_os_system(step, other):
 
 def other_arrays(step, other):
     shutil.rmtree(step / "state")
-    shutil.copytree(other / "state", step / "state")
+    shutil.copytree(other() / "state", step / "state")
     checksums_anew(step)
 
 

@@ -63,6 +63,8 @@ TRASH = "trash"
 BIAS = ".variables['layers']['moe']['bias']"
 """The place of the routers' biases in the state of a run with experts."""
 LATER = ["retention", "anywhere", "anywhere"]
+SHORT = ("1", "auto", ["encode", "anywhere", "retention"])
+"""The one that is not slow."""
 DEFAULT = [
     ("1", "auto", ["encode", "encode", "compile", "cache", "anywhere", "anywhere", "anywhere", "anywhere", "retention"]),
     ("1", "never", ["encode", "anywhere", "anywhere", "anywhere"]),
@@ -256,7 +258,14 @@ def shares():
         yield pytest.param(name, "auto", moments, marks=pytest.mark.slow, id=f"{name}-auto-{share}")
 
 
-@pytest.mark.parametrize(("name", "resume", "moments"), [*(pytest.param(*case, id=f"{case[0]}-{case[1]}") for case in DEFAULT), *shares()])
+@pytest.mark.parametrize(
+    ("name", "resume", "moments"),
+    [
+        pytest.param(*SHORT, id="short"),
+        *(pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=pytest.mark.slow) for case in DEFAULT),
+        *shares(),
+    ],
+)
 def test_a_killed_run_ends_where_the_unbroken_one_ends(name, resume, moments, runs, tmp_path):
     straight, chance, left = runs.straight(name), random.Random(str(moments)), list(moments)
     cache = tmp_path / "compiled"

@@ -97,6 +97,7 @@ np.savez(f"{folder}/{process}-index.npz", *index)
 """
 
 
+@pytest.mark.slow
 def test_parameters_start_with_the_same_bits_on_two_processes(tiny_file, rules, tmp_path, pytestconfig):
     overrides = [rules, *OVERRIDES]
     run_both(

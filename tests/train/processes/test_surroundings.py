@@ -117,6 +117,7 @@ def test_a_run_that_has_lost_its_directory_stops_and_writes_nothing_more(how, ch
     assert all(row["phase"] != "stop" for row in rows(run / "events.jsonl"))
 
 
+@pytest.mark.slow
 def test_a_second_run_may_enter_where_the_lock_was_removed(child, nursery, tiny_file, tmp_path):
     (tmp_path / "run" / "lock").unlink()
     assert child.wait(SOON) == Exit.FAILED
@@ -158,6 +159,7 @@ def test_odd_surroundings_are_one_line(start, tmp_path):
     assert unknown.returncode == Exit.INPUT
 
 
+@pytest.mark.slow
 def test_a_sample_is_printed_on_any_terminal(start, tmp_path):
     run = start("train.steps=2", "sample={tokens: 8, prompt: '\u00e9\u4e2d'}", environment={"PYTHONIOENCODING": "ascii"})
     output, said = run.communicate(timeout=SOON)

@@ -144,6 +144,7 @@ def test_two_processes_replay_a_step(two, tmp_path):
 # -- one of two is gone ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_other(two, tmp_path):
     with two() as processes:
         wait_for_step(tmp_path / "run", 3)

@@ -190,6 +190,7 @@ def test_processes_that_are_suspended_for_a_minute_go_on(start, tmp_path):
 # -- a process that is not wanted -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_strangers_are_refused_while_a_run_waits_and_it_begins_nevertheless(start, tmp_path, command, nursery, pytestconfig):
     secret, guess, port = tmp_path / "secret", tmp_path / "guess", free_port()
     secret.write_text("a long random text\n")

@@ -42,6 +42,7 @@ def test_an_update_that_is_not_applied_changes_no_average(tiny):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.average), before)
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_its_average_and_goes_on_with_it(tiny, tmp_path, read_rows):
     run = tiny("data.eval_tokens=400", "train.eval_every=2", "checkpoint.every=2", "train.ema=0.9", "train.steps=4")
 

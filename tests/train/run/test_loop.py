@@ -187,6 +187,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(straight, tiny, tmp_path, losses, rea
     assert [event["step"] for event in events if event["phase"] == "restore"] == [4]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_steps_are_raised_also_on_another_mesh(straight, tiny, tmp_path, losses, capsys):
     three = tiny("train.steps=3", "data.eval_tokens=1000")
     train(three)

@@ -37,6 +37,7 @@ def test_without_temperature_the_likeliest_token_follows(sample):
     assert text == data.tokenizer.decode(tokens)
 
 
+@pytest.mark.slow
 def test_a_mesh_changes_nothing(sample):
     # The state of this model, a bias for each expert of each layer, has too few rows to be split like a batch.
     experts = "model={kind: llama, experts: {count: 4, choose: 2, ffn: 32}}"

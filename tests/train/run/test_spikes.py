@@ -115,6 +115,7 @@ def last_state(run):
     return jax.device_get(state)
 
 
+@pytest.mark.slow
 def test_a_run_skips_a_spike_and_goes_on_bit_for_bit_when_it_is_started_again(tiny, tmp_path, strange, read_rows, stopped_at, capsys):
     strange(7)
     run = tiny(*OVERRIDES)

@@ -136,6 +136,7 @@ def test_matmuls_in_eight_bits_have_the_scales_of_a_microbatch(small, schedule):
 # -- the numbers of one device -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_reference_learns_and_its_gradients_are_clipped(curve):
     reference = curve(*ONE_DEVICE)
     assert reference.losses[-1] < reference.losses[0] - 0.5

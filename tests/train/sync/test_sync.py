@@ -66,6 +66,7 @@ def test_replicas_with_equal_rows_are_the_plain_run(made, sync):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x[1], y, rtol=0, atol=5e-5), state.params, expected.params)
 
 
+@pytest.mark.slow
 def test_a_step_is_silent_and_an_exchange_makes_all_replicas_equal(made):
     setup = made(*HYBRID, DILOCO, "train.accumulate=2")
     assert over(setup.compile_train_step(), setup) == {"fsdp"}
@@ -99,6 +100,7 @@ def test_the_first_exchange_is_the_mean_or_nesterovs_step(made):
 EXPERTS = (f"rules={RULES / 'experts.yaml'}", "mesh={data: 2, fsdp: 1, expert: 4}", "model.experts={count: 4, choose: 2, ffn: 32}")
 
 
+@pytest.mark.slow
 def test_replicas_with_experts_send_rows_inside_of_a_replica_only(made):
     setup, one = made(*EXPERTS, "sync={axis: data, every: 3}"), made(*EXPERTS)
     assert over(setup.compile_train_step(), setup) == {"expert"}
@@ -118,6 +120,7 @@ def test_moments_in_the_hosts_memory_give_the_same_bits(made):
     assert {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim > 2} == {"pinned_host"}
 
 
+@pytest.mark.slow
 def test_the_average_of_replicas_is_the_average_of_their_means(made):
     setup = made(*HYBRID, PHASES, "train.ema=0.5")
     expected = jax.device_get(setup.init().anchor)
@@ -129,6 +132,7 @@ def test_the_average_of_replicas_is_the_average_of_their_means(made):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-6), setup.eval_params(state), expected)
 
 
+@pytest.mark.slow
 def test_replicas_continue_with_the_mean_of_their_statistics(made):
     setup = made(*EXPERTS, "sync={axis: data, every: 3}")
     (inside, _), (after, _) = first_steps(setup, 2), first_steps(setup, 3)
@@ -180,6 +184,7 @@ def test_whatever_else_a_step_does_stays_with_its_replica(made, more):
     assert np.isfinite(losses).all()
 
 
+@pytest.mark.slow
 def test_fragments_are_exchanged_one_after_another(made):
     setup = made(*HYBRID, "sync={axis: replica, every: 4, fragments: 2}")
     first, second = setup.exchanges.fragments
