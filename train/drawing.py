@@ -1,13 +1,15 @@
-"""The sections `generate:` and `sample:`: how tokens are drawn, and where a text ends. Imports no JAX."""
+"""The sections `generate:`, `sample:` and `eval:`: how tokens are drawn, where a text ends, and the tasks of a model. Imports no JAX."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from jgt.document import Bound, LocalPath
 
-from .sections import BatchSize, Count, Fraction, Natural, NotNegative, Positive
+from .sections import BatchSize, Count, Fraction, Natural, NotNegative, Positive, is_installed
 
 _Share = Annotated[float, Bound(above=0, high=1)]
 
@@ -55,3 +57,27 @@ class SampleConfig:
     tokens: Natural = 0
     prompt: str = "\n"
     temperature: NotNegative = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """The `eval:` section: the tasks of lm-evaluation-harness that training evaluates.
+
+    tasks: their names. every: steps between evaluations on tasks. 0: only at the end. include: a folder with more tasks. limit: the first
+    documents of each task. null: all. fewshot: the examples in front of each question. null: the task's own. batch: the rows that are
+    computed together.
+    """
+
+    tasks: tuple[str, ...] = ()
+    every: Natural = 0
+    include: LocalPath | None = None
+    limit: Count | None = None
+    fewshot: Natural | None = None
+    batch: BatchSize = 16
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Keys with what is wrong about them."""
+        if self.tasks and not is_installed("lm_eval"):
+            yield "tasks", "needs the package lm_eval. Install it: pip install 'jgt[eval]'"
+        if self.include is not None and not Path(self.include).is_dir():
+            yield "include", f"{self.include}: no such folder"

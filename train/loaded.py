@@ -1,20 +1,17 @@
-"""Models from Python and for commands that use one: `jgt.load` gives the model of a run or of a folder of Hugging Face.
+"""A model with its arrays, to be used: its logits, its texts, its tokens.
 
     loaded = jgt.load("hf:Qwen3-8B", mesh={"fsdp": 8}, rules="jgt:fsdp")
     logits = loaded.logits([loaded.tokenizer.encode("Hello")])
 
-Neither the training data nor an optimizer is needed. What differs between the two kinds of folders is where keys and arrays come from;
-both are a config, whose `Setup` places the arrays.
+It comes from a run directory or a published folder (`train.run.load`), or is what a run in training has at a step.
 """
 
 from __future__ import annotations
 
-import atexit
 import functools
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,34 +19,12 @@ import jax
 import numpy as np
 
 import jgt
-from jgt import Rules
-from jgt.document import InputError, read
 
-from . import config as configs
-from .checkpoint.restore import restore_params
-from .checkpoint.saved import find_checkpoint
-from .checkpoint.signature import read_key
-from .code.files import COPY, Code
-from .code.names import is_name
-from .compiled import finish_trial
-from .config import Run
-from .data.config import BYTES, DataConfig, OwnData
 from .data.special import declared_ends
 from .data.tokenizer import Tokenizer, open_tokenizer
 from .generate.generate import Completion, Generator
-from .generate.rules import rules_of
 from .models.config import ModelConfig, OwnModel
-from .run.api import listed, own_code, start_jax_here
-from .run.folder import CONFIG
-from .run.replicas import restored_of_one
-from .run.start import published_params
-from .setup import Setup, prepare
-from .setup.layout import mesh_layout
-from .step.trained import merged
-
-_PUBLISHED = "hf:"
-_ALONE = ("rules=null", "mesh={data: 1}", "pipeline=null", "sync=null")
-"""The overrides of a model on one device."""
+from .setup import Setup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,128 +88,3 @@ class Loaded:
         storage, pads = self.setup.storage, bool(self.setup.storage.padded)
         apply = self.setup.program.model.apply
         return jax.jit(jgt.shard(apply, storage.model.rules, self.setup.mesh, state="variables", partial=True, pad=pads))
-
-
-def load_model(
-    path: str | Path,
-    overrides: str | Sequence[str] = (),
-    *,
-    model: Any = None,
-    loss: Callable[..., Any] | None = None,
-    data: Any = None,
-    code: str | Path | Sequence[str | Path] = (),
-    sharded: bool = False,
-    mesh: Any = None,
-    rules: Rules | str | Path | Mapping[str, Any] | None = None,
-    generates: bool = False,
-) -> Loaded:
-    """The model of a run directory's newest checkpoint, of one of its checkpoints, or of a folder of Hugging Face, with or without `hf:`.
-
-    overrides: changes of the run's config. model, loss, data, code: the run's own parts, as in `run_here`. mesh, rules: the layout of the
-    arrays: sizes by axis, and rules, which are the run's if only a mesh is given. sharded: whether mesh and rules are the run's. Without
-    any of them, the arrays are whole on one device. generates: the layout is the one of generation, in which a model need not train.
-    Raises InputError, also without a checkpoint.
-    """
-    if mesh is not None and not isinstance(mesh, Mapping):
-        raise TypeError(f"mesh must be the sizes of its axes, such as {{'fsdp': 8}}, not a {type(mesh).__name__}")
-    own = own_code(code, {"model.kind": model, "train.loss": loss, "data.source": data})
-    changes = [] if sharded or mesh is not None or rules is not None else [*_ALONE]
-    if mesh is not None:
-        changes += ["pipeline=null", "sync=null", f"mesh={json.dumps(dict(mesh))}"]
-    if rules is not None:
-        changes += ["rules={default: replicate}"]
-    folder, is_published = _folder(str(path))
-    changes = [*changes, *listed(overrides)]
-    run = configs.load({"model": {"hf": str(folder)}}, changes, reads_data=False) if is_published else _read_run(folder, changes, own)
-    if rules is not None:
-        run = _with_rules(run, rules)
-    start_jax_here(run)
-    # A process that reaches its end has no fault in the compiled programs that it has loaded.
-    atexit.register(finish_trial)
-    if generates:
-        run = replace(run, rules=rules_of(run, mesh_layout(run).mesh.shape)[0])
-    setup = prepare(run if sharded else _with_small_batch(run), partial_rules=True)
-    return _published(setup, folder) if is_published else _trained(setup, Path(path))
-
-
-def _folder(name: str) -> tuple[Path, bool]:
-    """The run directory around a path, or the folder of a published model, and whether it is one. Raises InputError."""
-    path = Path(name.removeprefix(_PUBLISHED))
-    around = next((f for f in (path, *path.absolute().parents[:2]) if (f / CONFIG).is_file()), None)
-    if name.startswith(_PUBLISHED) or (around is None and (path / "config.json").is_file()):
-        return path, True
-    if around is None:
-        why = (
-            "is not a run directory or a checkpoint in one, which has a config.yaml, and no folder of Hugging Face, which has a config.json"
-        )
-        raise InputError([f"{path}: {why}"])
-    return around, False
-
-
-def open_run_folder(path: Path, own: Code) -> tuple[Path, Run]:
-    """The run directory at a path, or around a checkpoint, and its run on one device. Raises InputError."""
-    folder, is_published = _folder(str(path))
-    if is_published:
-        raise InputError([f"{path}: is a folder of Hugging Face already, not a run directory or a checkpoint in one"])
-    return folder, _read_run(folder, _ALONE, own)
-
-
-def _read_run(folder: Path, changes: Sequence[str], own: Code) -> Run:
-    own_optimizer = is_name(read(folder / CONFIG).find("optimizer.name").value)
-    first = ["optimizer={name: adamw}"] if own_optimizer else []
-    try:
-        return configs.load(folder / CONFIG, [*first, *changes], code=own, reads_data=False)
-    except InputError as error:
-        has_copy = own == Code() and (folder / COPY).is_dir()
-        hint = [f"{folder / COPY}: has a copy of the run's code (code=..., --code)"] if has_copy else []
-        raise InputError([*error.problems, *hint]) from None
-
-
-def _with_rules(run: Run, rules: Rules | str | Path | Mapping[str, Any]) -> Run:
-    if not isinstance(rules, Rules):
-        rules = jgt.make_rules(read(rules, Rules.FOLDER) if isinstance(rules, str | Path) else rules)
-    if problems := list(rules.axis_problems(run.mesh)):
-        raise InputError(problems)
-    return replace(run, rules=rules)
-
-
-def _with_small_batch(run: Run) -> Run:
-    """The run with a batch that any mesh of the devices divides. A loss of the user's own may need the run's."""
-    train = run.config.train
-    if train.loss is not None:
-        return run
-    return replace(run, config=replace(run.config, train=replace(train, batch=len(jax.devices()), accumulate=1)))
-
-
-def _published(setup: Setup, folder: Path) -> Loaded:
-    config = setup.run.config
-    assert isinstance(config.model, ModelConfig) and isinstance(config.data, DataConfig)
-    params = setup.model_params(published_params(setup, config.model, folder))
-    # Statistics of the training of experts, which a published model lacks, begin as in a new run.
-    variables = jax.jit(lambda seed: setup.make_state(seed).variables, out_shardings=setup.shardings.variables)(np.uint32(0))
-    # Without a tokenizer.json the config has its default.
-    name = config.data.tokenizer
-    return Loaded(setup=setup, params=params, variables=variables, step=0, tokenizer_name=None if name == BYTES else name)
-
-
-def _trained(setup: Setup, path: Path) -> Loaded:
-    data = setup.run.config.data
-    saved, reports = find_checkpoint(path, read_key(setup.run.config.checkpoint.key))
-    if saved is None:
-        raise InputError([*reports, f"{path}: has no whole checkpoint"])
-    one, shardings = setup.saved_of_one
-    variables = restored_of_one(saved, one, shardings, "variables") if jax.tree.leaves(one.variables) else {}
-    # An average of the parameters is the model that was evaluated.
-    if setup.shapes.average is None:
-        params = setup.stored_params(restore_params(saved, *setup.saved_params))
-    else:
-        frozen = restore_params(saved, one.frozen, shardings.frozen) if one.frozen else {}
-        average, frozen = setup.trained.split(setup.stored_params(merged(restored_of_one(saved, one, shardings, "average"), frozen)))
-        params = merged(setup.averaged_params(average), frozen)
-    return Loaded(
-        setup=setup,
-        params=setup.model_params(params),
-        variables=variables,
-        step=saved.manifest.step,
-        tokenizer_name=None if isinstance(data, OwnData) else data.tokenizer_name,
-    )

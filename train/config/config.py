@@ -12,7 +12,7 @@ from jgt.planner import Budget
 from ..code.files import Code
 from ..code.names import is_name
 from ..data.config import DataConfig, OwnData
-from ..drawing import GenerateConfig, SampleConfig
+from ..drawing import EvalConfig, GenerateConfig, SampleConfig
 from ..models.config import ModelConfig, OwnModel
 from ..processes.config import WatchdogConfig
 from ..sections import (
@@ -55,6 +55,7 @@ class Config:
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     log: tuple[LoggerName, ...] | None = None
     debug: DebugConfig = field(default_factory=DebugConfig)
     budget: Node | None = None

@@ -11,13 +11,11 @@ evaluation that was killed is continued by the same command, and another task th
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,11 @@ from lm_eval.utils import handle_non_serializable, make_table
 from jgt.document import InputError, nearest
 
 from ..command_line import say
+from ..drawing import EvalConfig
 from ..generate.generate import Generator
 from ..loaded import Loaded
-from ..run.replay import digest_of_arrays
+from ..setup import Setup
+from ..step.state import State
 from .likelihood import Row, Scorer, prefix_of, windows
 
 _RESAMPLES = 1_000
@@ -42,62 +42,113 @@ _MOST_TOKENS = 256
 """The number of tokens that a model may write where the task does not say it, as in the harness."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TaskResults:
-    """The results of tasks, as the harness writes them, its table of them, and the file that has them."""
+class Tasks:
+    """Tasks by name, opened. config: its `tasks` are the names. Raises InputError, of `where(key)`, for a name that no task has."""
 
-    values: dict[str, Any]
-    table: str
-    file: Path
+    def __init__(self, config: EvalConfig, where: Callable[[str], str]):
+        self._config, self._manager = config, TaskManager(include_path=config.include)
+        if unknown := [task for task in config.tasks if not self._manager.match_tasks([task])]:
+            known = self._manager.all_tasks
+            raise InputError([f"{where('tasks')} {task}: no such task. {nearest(task, known)}" for task in unknown])
+
+    def results(self, model: HarnessModel, answers: str | None = None) -> dict[str, Any]:
+        """The results as the harness has them. answers: the beginning of the name of the file in which answers are stored and found."""
+        # The harness prints, and would fork this process, in which JAX has threads.
+        os.environ["DISABLE_MULTIPROC"] = "1"
+        with contextlib.redirect_stdout(sys.stderr):
+            values = simple_evaluate(
+                model,
+                tasks=self._manager.match_tasks([*self._config.tasks]),
+                num_fewshot=self._config.fewshot,
+                limit=self._config.limit,
+                use_cache=answers,
+                bootstrap_iters=_RESAMPLES,
+                task_manager=self._manager,
+            )
+        assert values is not None
+        return values
 
 
-def evaluate_tasks(
-    scorer: Scorer, tasks: Sequence[str], *, out: Path, include: str | None, limit: int | None, fewshot: int | None
-) -> TaskResults:
-    """Evaluates a model on tasks by name. out: the folder of results and answers. include: a folder with more tasks. Raises InputError."""
-    manager = TaskManager(include_path=include)
-    if unknown := [task for task in tasks if not manager.match_tasks([task])]:
-        raise InputError([f"command line: --tasks {task}: no such task. {nearest(task, manager.all_tasks)}" for task in unknown])
-    model, identity = HarnessModel(scorer), _identity(scorer.loaded)
+def evaluate_tasks(scorer: Scorer, config: EvalConfig, *, out: Path, identity: str) -> dict[str, Any]:
+    """The results of `jgt eval`, as the harness has them. They are written into the folder `out`, and so are the answers.
+
+    identity: a name of the model that `scorer` has. Its answers are found again by it. Raises InputError.
+    """
+    tasks, model = Tasks(config, lambda key: f"command line: --{key}"), HarnessModel(scorer, "command line: --tasks:")
     out.mkdir(parents=True, exist_ok=True)
     answers = out / f"answers-{identity}"
     if stored := [file for file in out.glob(f"{answers.name}*") if file.is_file()]:
         say(f"Earlier answers are read from {stored[0]}")
-    # The harness prints, and would fork this process, in which JAX has threads.
-    os.environ["DISABLE_MULTIPROC"] = "1"
-    with contextlib.redirect_stdout(sys.stderr):
-        values = simple_evaluate(
-            model,
-            tasks=manager.match_tasks(list(tasks)),
-            num_fewshot=fewshot,
-            limit=limit,
-            use_cache=str(answers),
-            bootstrap_iters=_RESAMPLES,
-            task_manager=manager,
-        )
-    assert values is not None
-    values["config"] |= {"model": "jgt", "model_args": {"identity": identity, "step": scorer.loaded.step}}
+    results = tasks.results(model, str(answers))
+    results["config"] |= {"model": "jgt", "model_args": {"identity": identity, "step": scorer.loaded.step}}
     file = out / f"results_{datetime.now().isoformat().replace(':', '-')}.json"
-    file.write_text(json.dumps(values, indent=2, default=handle_non_serializable, ensure_ascii=False))
+    file.write_text(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
     say(f"results in {file}")
-    groups = f"\n{make_table(values, 'groups')}" if values.get("groups") else ""
-    return TaskResults(values=values, table=make_table(values) + groups, file=file)
+    return results
+
+
+def table_of(results: Mapping[str, Any]) -> str:
+    """The harness's table of results."""
+    return make_table(results) + (f"\n{make_table(results, 'groups')}" if results.get("groups") else "")
+
+
+def metrics_of(results: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of results, such as `eval_acc/hellaswag`. A filter of answers is a part of the metric's name."""
+    found = dict[str, float]()
+    for task, values in results["results"].items():
+        for key, value in values.items():
+            metric, _, of = key.partition(",")
+            if isinstance(value, int | float) and of and not metric.endswith("_stderr"):
+                found[f"eval_{metric}{'' if of == 'none' else f'.{of}'}/{task}"] = float(value)
+    return found
+
+
+class TasksOfRun:
+    """The tasks of `eval:` on the model that a run has at a step. Its programs are compiled once."""
+
+    def __init__(self, setup: Setup, tokenizer_name: str | None):
+        self._setup, config = setup, setup.run.config.eval
+
+        def where(key: str) -> str:
+            return f"{setup.run.where(f'eval.{key}')}: eval.{key}:"
+
+        self._tasks = Tasks(config, where)
+        nothing = Loaded(setup=setup, params=None, variables=None, step=0, tokenizer_name=tokenizer_name)
+        self._model = HarnessModel(Scorer(nothing, config.batch), where("tasks"), gathers=True)
+
+    def metrics(self, state: State, step: int) -> dict[str, float]:
+        """The metrics of a state by name."""
+        params, variables = self._setup.model_params(self._setup.eval_params(state)), self._setup.eval_variables(state)
+        self._model.use(params, variables, step)
+        try:
+            return metrics_of(self._tasks.results(self._model))
+        finally:
+            # Where stages or shards are laid out anew, these are copies, for which the next step may have no memory.
+            self._model.use(None, None, step)
 
 
 class HarnessModel(TemplateLM):  # pyright: ignore[reportUntypedBaseClass]
-    """A model of jgt, as the harness asks it. prefix_token_id: the context of a text that has none."""
+    """A model of jgt, as the harness asks it. prefix_token_id: the context of a text that has none.
+
+    where: what an error is about. gathers: see `Generator`.
+    """
 
     prefix_token_id: int = 0
 
-    def __init__(self, scorer: Scorer):
+    def __init__(self, scorer: Scorer, where: str, *, gathers: bool = False):
         super().__init__()
-        self._scorer, self._loaded = scorer, scorer.loaded
+        self._scorer, self._where, self._gathers, self._texts = scorer, where, gathers, None
         tokenizer, self.max_length = scorer.loaded.tokenizer, scorer.loaded.config.seq
         if tokenizer is None or not prefix_of(tokenizer):
             lacks = "no tokenizer" if tokenizer is None else "a tokenizer without a token that begins or ends a text"
-            raise InputError([f"command line: --tasks: the model has {lacks}, which the tasks need"])
+            raise InputError([f"{where} the model has {lacks}, which tasks need"])
         self._tokenizer = tokenizer
         (self.prefix_token_id,) = prefix_of(tokenizer)
+
+    def use(self, params: Any, variables: Any, step: int) -> None:
+        """Has the programs compute with other arrays from now on."""
+        self._scorer = self._scorer.of(replace(self._scorer.loaded, params=params, variables=variables, step=step))
+        self._texts = None if self._texts is None else self._texts.of(params, variables)
 
     @property
     def eot_token_id(self) -> int:
@@ -117,7 +168,7 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportUntypedBaseClass]
         for (_, continuation), context, tokens in requests:
             if len(tokens) > self.max_length:
                 why = f"has {len(tokens)} tokens, more than the model's sequence length {self.max_length}"
-                raise InputError([f"a task's continuation {continuation[:40]!r} {why}"])
+                raise InputError([f"{self._where} a task's continuation {continuation[:40]!r} {why}"])
             kept = (context + tokens)[-self.max_length - 1 :]
             rows.append(Row(tokens=kept, first=len(kept) - len(tokens)))
         answers = dict[int, tuple[float, bool]]()
@@ -144,11 +195,11 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportUntypedBaseClass]
         for index, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(index)
         for some in alike.values():
-            settings = _settings(requests[some[0]].args[1])
+            settings = _settings(requests[some[0]].args[1], self._where)
             room = self.max_length - settings["tokens"]
             if room < 1:
                 why = f"lets the model write {settings['tokens']} tokens, and model.seq {self.max_length} leaves no room for the question"
-                raise InputError([f"command line: --tasks: a task {why}"])
+                raise InputError([f"{self._where} a task {why}"])
             prompts = [self.tok_encode(requests[index].args[0])[-room:] for index in some]
             for piece in self._generator.pieces(prompts, batch=self._scorer.rows, **settings):
                 if piece.answer.reason:
@@ -157,26 +208,21 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportUntypedBaseClass]
                     self.cache_hook.add_partial("generate_until", requests[index].args, found[index])
         return found
 
-    @functools.cached_property
+    @property
     def _generator(self) -> Generator:
-        loaded = self._loaded
-        return Generator(loaded.setup, loaded.params, loaded.variables, self._tokenizer, ends=(self.eot_token_id,))
+        if self._texts is None:
+            loaded, ends = self._scorer.loaded, (self.eot_token_id,)
+            self._texts = Generator(loaded.setup, loaded.params, loaded.variables, self._tokenizer, ends=ends, gathers=self._gathers)
+        return self._texts
 
 
-def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A task's `generation_kwargs` as keys of `generate:`. Raises InputError for one that jgt does not have."""
     kwargs: dict[str, Any] = {**normalize_gen_kwargs(dict(given), _MOST_TOKENS)}
     tokens, stop, is_drawn = kwargs.pop("max_gen_toks"), kwargs.pop("until"), kwargs.pop("do_sample")
     drawing = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     if unknown := kwargs.keys() - drawing.keys():
-        raise InputError([f"command line: --tasks: a task's generation_kwargs: {sorted(unknown)[0]}: jgt has only {', '.join(drawing)}"])
+        key = sorted(unknown)[0]
+        raise InputError([f"{where} a task's generation_kwargs: {key}: jgt has only {', '.join(drawing)}"])
     drawing |= kwargs | ({} if is_drawn else {"temperature": 0.0})
     return {"tokens": tokens, "stop": tuple(stop), "samples": 1, **drawing}
-
-
-def _identity(loaded: Loaded) -> str:
-    """A name for a model's function from texts to logits: its arrays, its section and its tokenizer, whatever the layout."""
-    checksum = int(digest_of_arrays((loaded.params, loaded.variables)))
-    tokenizer = None if loaded.tokenizer is None else loaded.tokenizer.identity
-    section = {key: value for key, value in asdict(loaded.config).items() if key != "hf"}
-    return hashlib.sha256(json.dumps([checksum, section, tokenizer], sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -11,6 +11,7 @@ does not see it.
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import time
@@ -29,6 +30,7 @@ from ..command_line import say
 from ..data.tokenizer import Tokenizer
 from ..loaded import Loaded
 from ..models.decoder import scores
+from ..setup import Setup
 from ..step.loss import by_chunks, cross_entropy, num_chunks
 
 ROWS = 16
@@ -80,6 +82,13 @@ class Scorer:
         # The rules may split a batch's rows, and its sequence.
         shards, self._multiple = (math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in run.batch_dims)
         self.rows = -(-rows // shards) * shards
+        self._compiled = _program(loaded.setup, self._multiple)
+
+    def of(self, loaded: Loaded) -> Scorer:
+        """This scorer, with its programs, of a model of the same setup."""
+        other = copy.copy(self)
+        other.loaded = loaded
+        return other
 
     def scores(self, rows: Sequence[Row], *, what: str = "rows") -> Iterator[tuple[int, Score]]:
         """The index and the score of each row, as soon as its batch is computed. Reports on stderr how many there are. what: the rows.
@@ -130,23 +139,22 @@ class Scorer:
         rounded = max(_SHORTEST, 1 << (count - 1).bit_length())
         return min(-(-rounded // self._multiple) * self._multiple, self.loaded.config.seq)
 
-    @functools.cached_property
-    def _compiled(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """(params, variables, batch) → nats [b] and is_greedy [b]."""
-        setup = self.loaded.setup
-        model, mesh, config = setup.program.model, setup.mesh, self.loaded.config
 
-        def score(params: Any, variables: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
-            rows, seq = batch["inputs"].shape
-            chunks = num_chunks(rows, seq, config.vocab, mesh.size, local_seq=max(seq // self._multiple, 1))
-            use = functools.partial(_of_tokens, batch=batch, chunks=chunks if model.has_features else 1, softcap=config.logits_softcap)
-            nats, is_best = model.run(use, params, variables, False)[0]
-            weights = batch["weights"]
-            return jnp.sum(weights * nats, 1), jnp.all(is_best | (weights == 0), 1)
+def _program(setup: Setup, multiple: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """(params, variables, batch) → nats [b] and is_greedy [b]. multiple: the parts of a sequence, by the rules."""
+    model, mesh, config = setup.program.model, setup.mesh, setup.run.config.model
 
-        storage = setup.storage
-        sharded = jgt.shard(score, storage.model.rules, mesh, state="variables", partial=True, pad=bool(storage.padded))
-        return jax.jit(sharded, out_shardings=storage.model.replicated())
+    def score(params: Any, variables: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        rows, seq = batch["inputs"].shape
+        chunks = num_chunks(rows, seq, config.vocab, mesh.size, local_seq=max(seq // multiple, 1))
+        use = functools.partial(_of_tokens, batch=batch, chunks=chunks if model.has_features else 1, softcap=config.logits_softcap)
+        nats, is_best = model.run(use, params, variables, False)[0]
+        weights = batch["weights"]
+        return jnp.sum(weights * nats, 1), jnp.all(is_best | (weights == 0), 1)
+
+    storage = setup.storage
+    sharded = jgt.shard(score, storage.model.rules, mesh, state="variables", partial=True, pad=bool(storage.padded))
+    return jax.jit(sharded, out_shardings=storage.model.replicated())
 
 
 def _of_tokens(module: Any, batch: Any, chunks: int, softcap: float | None) -> tuple[jax.Array, jax.Array]:

@@ -8,6 +8,7 @@ Its programs are compiled once, for all calls.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -83,6 +84,12 @@ class Generator:
         self._arrays = self._programs.placed(params, variables)
         self._tokenizer, self._ends, self._config = tokenizer, frozenset(ends), config.generate
         self.seed = config.run.seed
+
+    def of(self, params: Any, variables: Any) -> Generator:
+        """This generator, with its programs, of other arrays of the same setup; params=None: of none, until another call."""
+        other = copy.copy(self)
+        other._arrays = (None, None) if params is None else self._programs.placed(params, variables)
+        return other
 
     def batch(self, rows: int) -> TextBatch:
         """An empty batch, for a caller that runs it."""

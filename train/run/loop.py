@@ -45,6 +45,9 @@ from .start import Feed, Position, Start
 _Exchange = Callable[[State, int], tuple[State, int]]
 """From the state after a step and its number to the state after its exchange, and the number of steps since the last exchange."""
 
+TaskMetrics = Callable[[State, int], Mapping[str, float]]
+"""From a state and its step to metrics by name, such as those of tasks of evaluation."""
+
 _QUICK_SECONDS = 5.0
 """A compilation that takes longer is announced."""
 
@@ -63,6 +66,7 @@ class Loop:
     faults: Faults
     profiler: Profiler
     lock: Lock | None
+    tasks: TaskMetrics | None = None
 
     def __post_init__(self) -> None:
         self._config = self.setup.run.config
@@ -194,6 +198,9 @@ class Loop:
             if self._due(step, config.eval_every) and self.data.eval_parts:
                 with progress.interrupted():
                     self._evaluate(state, step)
+            if self.tasks is not None and self._due(step, self._config.eval.every):
+                with progress.interrupted():
+                    self._log(step, self._metrics_of_tasks(self.tasks, state, step))
             saves.poll(position)
             self.exports.poll()
             progress.step_over()
@@ -250,7 +257,15 @@ class Loop:
         with self._phase("eval", step=step):
             params, variables = self.setup.eval_params(state), self.setup.eval_variables(state)
             row = held_out_means(self._eval_step, params, variables, self.setup, self.data, self._feed)
-            row |= {"time": round(time.time(), 3)}
+        self._log(step, row)
+
+    def _metrics_of_tasks(self, tasks: TaskMetrics, state: State, step: int) -> Mapping[str, float]:
+        with self._phase("eval", step=step, what="tasks"):
+            self.watch.begin_unlimited("evaluating on tasks")
+            return tasks(state, step)
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        row = {**metrics, "time": round(time.time(), 3)}
         self.records.metrics(step, row)
         self.screen.step(step, self.num_steps, row)
 

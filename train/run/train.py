@@ -8,6 +8,7 @@ are gone, is entered first and left last.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import socket
 import time
@@ -44,7 +45,7 @@ from .faults import Faults
 from .folder import InUseError, Lock, lock_folder, move_earlier_run
 from .history import begin_folder
 from .identity import Resume, check_data, fingerprints
-from .loop import Loop, lost_records
+from .loop import Loop, TaskMetrics, lost_records
 from .start import Position
 from .xla import open_devices
 
@@ -80,6 +81,7 @@ def train(
         open_devices()
         watch.begin_unlimited("opening model and data")
         setup, data = open_run(run, resume)
+        tasks = _tasks(setup)
         # Only the first process has a lock: it alone names and removes files that belong to all. An error here leaves the other processes
         # in the barrier below. This one's watch reports it, and theirs end them.
         lock = None if process else _claim_folder(run, data, resume, screen, closing)
@@ -106,12 +108,25 @@ def train(
         )
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         with _closed_afterwards(checkpoints, records):
-            loop = Loop(setup, data, screen, records, checkpoints, exports, watch, faults, profiler, lock)
+            loop = Loop(setup, data, screen, records, checkpoints, exports, watch, faults, profiler, lock, tasks)
             position = loop.run(resume)
             done = position.step >= loop.num_steps
     if on_end is not None:
         on_end(setup, position)
     return _exit_code(Exit.DONE if done else stopped_code, lost_records(screen, records))
+
+
+def _tasks(setup: Setup) -> TaskMetrics | None:
+    """The tasks of `eval:`. Raises InputError, on all processes."""
+    run, tasks, problems = setup.run, None, list[str]()
+    if not run.config.eval.tasks:
+        return None
+    # The harness takes seconds to import, and is optional.
+    harness = importlib.import_module("..evaluate.harness", __package__)
+    with InputError.collect(problems):
+        tasks = harness.TasksOfRun(setup, None if isinstance(run.config.data, OwnData) else run.config.data.tokenizer_name).metrics
+    agree_on_input(problems, None)
+    return tasks
 
 
 def _claim_folder(run: Run, data: Data, resume: Resume, screen: Screen, closing: contextlib.ExitStack) -> Lock:

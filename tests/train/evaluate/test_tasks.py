@@ -15,7 +15,7 @@ from local_tasks import ANSWERS, write_model, write_tasks
 from jgt.__main__ import main
 from jgt.document import InputError
 from train.evaluate.likelihood import Scorer
-from train.loaded import load_model
+from train.run.load import load_model
 
 pytest.importorskip("lm_eval")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -45,7 +45,7 @@ def test_results_are_those_of_hf(layout, tmp_path, capsys):
 def test_written_texts_are_those_of_hf(tmp_path):
     from train.evaluate.harness import HarnessModel
 
-    model = HarnessModel(Scorer(load_model(str(write_model(tmp_path / "model")))))
+    model = HarnessModel(Scorer(load_model(str(write_model(tmp_path / "model")))), "tasks:")
     expected = json.loads(ANSWERS.read_text())["written"]
     given = {"until": ["k", "TT"], "max_gen_toks": 24, "do_sample": False}
     assert model.generate_until([SimpleNamespace(args=(text, given)) for text, _ in expected]) == [answer for _, answer in expected]
@@ -94,3 +94,47 @@ def count(out):
             return base.execute("select count(*) from unnamed").fetchone()[0]
         except sqlite3.OperationalError:
             return 0
+
+
+LAYOUTS = {
+    "alone": ["mesh={data: 1}", "rules=null"],
+    "2x2x2": ["mesh={data: 2, fsdp: 2, tensor: 2}", "rules=jgt:fsdp_tensor"],
+    "stages": ["mesh={stage: 2, data: 2}", "rules=jgt:pipeline", "pipeline={stages: 2, microbatches: 2}", "train.batch=8"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_training_evaluates_tasks_as_the_command_does(layout, tmp_path, capsys):
+    model, tasks = write_model(tmp_path / "model"), write_tasks(tmp_path / "tasks")
+    (tmp_path / "text.txt").write_text("a small text of letters and digits 0123 " * 400)
+    config = {
+        "run": {"dir": str(tmp_path), "name": "run"},
+        "model": {"hf": str(model), "seq": 256},
+        "data": {"source": "text", "path": str(tmp_path / "text.txt")},
+        "train": {"steps": 4, "batch": 8, "log_every": 1},
+        "eval": {"tasks": [*TASKS], "include": str(tasks), "every": 2},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    assert main(["train", str(tmp_path / "run.yaml"), *layout]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = {row["step"]: row for row in rows if "eval_acc/local_choice" in row}
+    assert sorted(logged) == [2, 4] and logged[2] != logged[4]
+    capsys.readouterr()
+    command = ["eval", str(tmp_path / "run"), "--tasks", ",".join(TASKS), "--include", str(tasks), "--out", str(tmp_path / "out"), "--json"]
+    assert main(command) == 0
+    for task, values in json.loads(capsys.readouterr().out)["tasks"]["results"].items():
+        metrics = {key.partition(",")[0]: value for key, value in values.items() if key.endswith(",none") and "stderr" not in key}
+        assert metrics
+        for metric, value in metrics.items():
+            assert logged[4][f"eval_{metric}/{task}"] == pytest.approx(value, rel=1e-4), (task, metric)
+
+
+def test_tasks_of_training_that_do_not_exist_are_refused_with_their_line(tmp_path, capsys):
+    model, tasks = write_model(tmp_path / "model"), write_tasks(tmp_path / "tasks")
+    (tmp_path / "text.txt").write_text("a small text of letters " * 400)
+    (tmp_path / "run.yaml").write_text(
+        f"run: {{dir: {tmp_path}, name: run}}\nmodel: {{hf: {model}, seq: 64}}\ndata: {{source: text, path: {tmp_path / 'text.txt'}}}\n"
+        f"eval:\n  include: {tasks}\n  tasks: [local_choise]\n"
+    )
+    assert main(["train", str(tmp_path / "run.yaml")]) == 2
+    assert "run.yaml:6: eval.tasks: local_choise: no such task. Did you mean 'local_choice'?" in capsys.readouterr().err

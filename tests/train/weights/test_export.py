@@ -19,13 +19,13 @@ from train.checkpoint.pieces import pieces
 from train.checkpoint.restore import restore_params
 from train.checkpoint.saved import SavedStep, UnusableError
 from train.checkpoint.steps import Steps
+from train.commands.published import export
 from train.config import load
 from train.export import exports
 from train.export.form import form_of, own_form
 from train.export.write import write_export
 from train.models.config import ModelConfig
 from train.models.decoder import build
-from train.published import export
 from train.run.train import train
 from train.sections import CheckpointConfig
 from train.step.state import State

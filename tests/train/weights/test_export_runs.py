@@ -15,7 +15,7 @@ from runs import Processes, flags, free_port, rows, wait_for_path
 from test_export import equal, names, saved_arrays
 
 from jgt import document
-from train.loaded import load_model
+from train.run.load import load_model
 from train.weights.safetensors import open_folder
 
 GOLDEN = Path(__file__).parents[2] / "goldens" / "weights" / "qwen3"

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jgt.document import InputError
-from train.published import inspect
+from train.commands.published import inspect
 from train.run.__main__ import check
 from train.weights.described import described_by
 from train.weights.safetensors import INDEX, SINGLE

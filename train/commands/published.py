@@ -12,18 +12,18 @@ import jax
 from jgt import CommandParser
 from jgt.document import InputError, Node, bind
 
-from .checkpoint.saved import find_checkpoint
-from .checkpoint.signature import Key, read_key
-from .checkpoint.steps import find_steps
-from .code.files import read_code
-from .command_line import EndError, say, say_lines, whole_number
-from .export.form import run_form
-from .export.write import EXPORTED, exported_shapes, write_export
-from .loaded import open_run_folder
-from .models.config import ModelConfig
-from .models.decoder import build
-from .weights.described import published
-from .weights.load import open_files
+from ..checkpoint.saved import find_checkpoint
+from ..checkpoint.signature import Key, read_key
+from ..checkpoint.steps import find_steps
+from ..code.files import read_code
+from ..command_line import EndError, say, say_lines, whole_number
+from ..export.form import run_form
+from ..export.write import EXPORTED, exported_shapes, write_export
+from ..models.config import ModelConfig
+from ..models.decoder import build
+from ..run.load import open_run_folder
+from ..weights.described import published
+from ..weights.load import open_files
 
 _UNITS = {"": 1, "MB": 10**6, "GB": 10**9}
 

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import importlib
 import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jgt import CommandParser, Console
 from jgt.document import InputError
 
-from ..command_line import whole_number
+from ..command_line import say, whole_number
+from ..compiled import programs_on_trial
+from ..drawing import EvalConfig
+from ..evaluate.likelihood import Scorer
+from ..evaluate.text import evaluate_texts
+from ..loaded import Loaded
+from ..run.identity import Resume, check_data
+from ..run.load import load_model
+from ..run.loop import held_out_means
+from ..run.replay import digest_of_arrays
+from ..run.start import Feed
+from ..run.train import opened_data
 from ..sections import is_installed
 
 
@@ -54,8 +68,6 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     if arguments.include is not None and not Path(arguments.include).is_dir():
         raise InputError([f"command line: --include {arguments.include}: no such folder"])
     mesh = _mesh(arguments.mesh)
-    from ..compiled import programs_on_trial
-
     with programs_on_trial():
         result, table = _results(arguments, mesh)
     if arguments.json:
@@ -66,11 +78,6 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def _results(arguments: argparse.Namespace, mesh: Mapping[str, int] | None) -> tuple[dict[str, Any], str]:
     """All results as JSON has them, and the harness's table of tasks."""
-    from ..loaded import load_model
-    from .held_out import evaluate_held_out
-    from .likelihood import Scorer
-    from .text import evaluate_texts
-
     is_own = not (arguments.text or arguments.tasks)
     # Only the held-out data of a run needs the run's own program.
     overrides = [*arguments.overrides, *([] if is_own else ["pipeline=null", "sync=null"])]
@@ -81,24 +88,49 @@ def _results(arguments: argparse.Namespace, mesh: Mapping[str, int] | None) -> t
     loaded = load_model(arguments.model, overrides, code=arguments.code, sharded=is_sharded, mesh=mesh, rules=arguments.rules)
     result: dict[str, Any] = {"model": arguments.model, "step": loaded.step}
     if is_own:
-        result["held_out"] = evaluate_held_out(loaded)
+        result["held_out"] = _held_out(loaded)
     if arguments.text:
         losses = evaluate_texts(Scorer(loaded, arguments.batch), arguments.text, field=arguments.field, stride=arguments.stride)
         result["text"] = [loss.to_json() for loss in losses]
     table = ""
     if arguments.tasks:
-        from .harness import evaluate_tasks
-
-        results = evaluate_tasks(
-            Scorer(loaded, arguments.batch),
-            arguments.tasks.split(","),
-            out=Path(arguments.out),
-            include=arguments.include,
-            limit=arguments.limit,
-            fewshot=arguments.fewshot,
-        )
-        result["tasks"], table = results.values, results.table
+        # It imports the harness, which takes seconds, and is optional.
+        harness = importlib.import_module("..evaluate.harness", __package__)
+        scorer = Scorer(loaded, arguments.batch)
+        found = harness.evaluate_tasks(scorer, _tasks(arguments), out=Path(arguments.out), identity=_identity(loaded))
+        result["tasks"], table = found, harness.table_of(found)
     return result, table
+
+
+def _tasks(arguments: argparse.Namespace) -> EvalConfig:
+    names, examples = arguments.tasks.split(","), {"limit": arguments.limit, "fewshot": arguments.fewshot}
+    return EvalConfig(tasks=tuple(names), include=arguments.include, **examples)
+
+
+def _identity(loaded: Loaded) -> str:
+    """A name for a model's function from texts to logits: its arrays, its section and its tokenizer, whatever the layout."""
+    checksum = int(digest_of_arrays((loaded.params, loaded.variables)))
+    tokenizer = None if loaded.tokenizer is None else loaded.tokenizer.identity
+    section = {key: value for key, value in asdict(loaded.config).items() if key != "hf"}
+    return hashlib.sha256(json.dumps([checksum, section, tokenizer], sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _held_out(loaded: Loaded) -> dict[str, float]:
+    """The evaluation of a run's held-out data, as its training does it: the same program, batches and sums.
+
+    Gives `eval_loss` and its like, and those of each part of a mixture. Raises InputError for a run that holds no data out.
+    """
+    setup = loaded.setup
+    data = opened_data(setup.run)
+    if not data.eval_parts:
+        raise InputError([f"{setup.run.where('data')}: data: holds nothing out to evaluate on. Name texts with --text FILE"])
+    try:
+        check_data(setup.run, data.fingerprint, Resume())
+    except InputError:
+        say("the data is not what the run was trained with, so its losses are not those of training")
+    feed = Feed(data, setup)
+    step = setup.compile_eval_step(feed.eval_batch)
+    return held_out_means(step, setup.stored_params(loaded.params), loaded.variables, setup, data, feed)
 
 
 def _mesh(text: str | None) -> dict[str, int] | None:
@@ -132,7 +164,3 @@ def _print(result: Mapping[str, Any], table: str) -> None:
         console.print(Console.table("Texts", columns, 1, rows))
     if table:
         print(table, file=sys.stdout)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -12,10 +12,10 @@ from typing import Any
 from jgt import CommandParser
 from jgt.document import InputError
 
-from .command_line import whole_number
-from .generate.generate import Completion, Generator
-from .generate.text import terminal_text
-from .loaded import load_model
+from ..command_line import whole_number
+from ..generate.generate import Completion, Generator
+from ..generate.text import terminal_text
+from ..run.load import load_model
 
 
 def main(argv: Sequence[str] | None = None) -> int:
