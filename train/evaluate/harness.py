@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -46,6 +47,8 @@ class Tasks:
     """Tasks by name, opened. config: its `tasks` are the names. Raises InputError, of `where(key)`, for a name that no task has."""
 
     def __init__(self, config: EvalConfig, where: Callable[[str], str]):
+        # Its warnings are about what tasks leave to its defaults.
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
         self._config, self._manager = config, TaskManager(include_path=config.include)
         if unknown := [task for task in config.tasks if not self._manager.match_tasks([task])]:
             known = self._manager.all_tasks

@@ -99,7 +99,7 @@ def count(out):
 LAYOUTS = {
     "alone": ["mesh={data: 1}", "rules=null"],
     "2x2x2": ["mesh={data: 2, fsdp: 2, tensor: 2}", "rules=jgt:fsdp_tensor"],
-    "stages": ["mesh={stage: 2, data: 2}", "rules=jgt:pipeline", "pipeline={stages: 2, microbatches: 2}", "train.batch=8"],
+    "stages": ["mesh={stage: 2, data: 1, fsdp: 2, tensor: 2}", "rules=jgt:pipeline", "pipeline={signal: layers, microbatches: 2}"],
 }
 
 
@@ -108,7 +108,7 @@ def test_training_evaluates_tasks_as_the_command_does(layout, tmp_path, capsys):
     model, tasks = write_model(tmp_path / "model"), write_tasks(tmp_path / "tasks")
     (tmp_path / "text.txt").write_text("a small text of letters and digits 0123 " * 400)
     config = {
-        "run": {"dir": str(tmp_path), "name": "run"},
+        "run": {"dir": str(tmp_path / "run")},
         "model": {"hf": str(model), "seq": 256},
         "data": {"source": "text", "path": str(tmp_path / "text.txt")},
         "train": {"steps": 4, "batch": 8, "log_every": 1},
@@ -133,7 +133,7 @@ def test_tasks_of_training_that_do_not_exist_are_refused_with_their_line(tmp_pat
     model, tasks = write_model(tmp_path / "model"), write_tasks(tmp_path / "tasks")
     (tmp_path / "text.txt").write_text("a small text of letters " * 400)
     (tmp_path / "run.yaml").write_text(
-        f"run: {{dir: {tmp_path}, name: run}}\nmodel: {{hf: {model}, seq: 64}}\ndata: {{source: text, path: {tmp_path / 'text.txt'}}}\n"
+        f"run: {{dir: {tmp_path / 'run'}}}\nmodel: {{hf: {model}, seq: 64}}\ndata: {{source: text, path: {tmp_path / 'text.txt'}}}\n"
         f"eval:\n  include: {tasks}\n  tasks: [local_choise]\n"
     )
     assert main(["train", str(tmp_path / "run.yaml")]) == 2
