@@ -51,7 +51,7 @@ SECTIONS = {name: type(value) for name, value in vars(Config()).items() if datac
 SHIPPED = sorted((ROOT / "configs/rules").glob("*.yaml"))
 PIPELINE, PLAN, RELIABILITY = ROOT / "docs/pipeline.md", ROOT / "docs/plan.md", ROOT / "docs/reliability.md"
 NOTEBOOK, OWN, SCALING = ROOT / "docs/notebook.md", ROOT / "docs/own.md", ROOT / "docs/scaling.md"
-WEIGHTS = ROOT / "docs/weights.md"
+WEIGHTS, PUBLISHED = ROOT / "docs/weights.md", ROOT / "docs/published.md"
 needs_plan_gpu = pytest.mark.skipif(
     jax.__version__ != "0.10.2" or not find_spec("jax_cuda13_plugin"), reason="shown for this version, with the extra plan-gpu"
 )
@@ -121,6 +121,16 @@ def test_the_cells_of_the_notebook_page_run(tmp_path, monkeypatch):
     assert misses
 
 
+@pytest.mark.slow
+def test_the_cells_of_the_notebook_with_a_published_model_run(tmp_path, monkeypatch):
+    pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    names = {}
+    for example in blocks(PUBLISHED, "python"):
+        exec(compile(example, "docs/published.md", "exec"), names)
+
+
 def test_the_python_page_has_every_public_name():
     headings = " ".join(re.findall(r"^## (.*)", PYTHON.read_text(), re.MULTILINE))
     assert set(re.findall(r"jgt\.(\w+)", headings)) == set(jgt.__all__)
@@ -128,7 +138,7 @@ def test_the_python_page_has_every_public_name():
 
 def test_no_python_stands_elsewhere():
     """Each page with Python has a test that runs it."""
-    assert {page for page in PAGES if blocks(page, "python")} == {README, PYTHON, NOTEBOOK, OWN, WEIGHTS}
+    assert {page for page in PAGES if blocks(page, "python")} == {README, PYTHON, NOTEBOOK, OWN, WEIGHTS, PUBLISHED}
 
 
 def test_the_model_that_names_its_tensors():

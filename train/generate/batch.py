@@ -19,10 +19,9 @@ import jax
 import numpy as np
 
 from ..drawing import Drawing
+from .caching import power_of_two
 from .draw import DrawSettings
 from .programs import TextPrograms
-
-LEAST_SLOTS = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,12 +61,12 @@ class TextBatch:
     def __init__(self, programs: TextPrograms, params: Any, variables: Any, *, rows: int):
         """params, variables: as `programs.placed` returns them. rows: rounded up to what the mesh can split."""
         self._programs, self._arrays = programs, (params, variables)
-        count = -(-rows // programs.shards) * programs.shards
+        count = programs.rows(rows)
         self._rows: list[_Row | None] = [None] * count
-        self._slots = min(LEAST_SLOTS, self._longest) if programs.caching.grown else self._longest
+        self._slots = programs.caching.slots(1)
         self._steps = 0
         self._state = programs.empty(params, variables, count, self._slots)
-        self._settings = self._settings_now()
+        self._settings = settings_of([None] * count)
 
     @property
     def num_free(self) -> int:
@@ -117,10 +116,9 @@ class TextBatch:
         texts = [row.tokens for n in rows if (row := self._rows[n]) is not None]
         longest = max(map(len, texts))
         self._make_room(longest)
-        # Powers of two, so that few programs are compiled.
-        shards = self._programs.shards
-        count = min(shards * _power(-(-len(texts) // shards)), len(self._rows))
-        tokens = np.zeros((count, min(_power(max(longest, LEAST_SLOTS)), self._longest)), np.int32)
+        shards, caching = self._programs.shards, self._programs.caching
+        count = min(shards * power_of_two(-(-len(texts) // shards)), len(self._rows))
+        tokens = np.zeros((count, caching.padded(longest)), np.int32)
         lengths, index = np.ones(count, np.int32), np.full(len(self._rows), -1, np.int32)
         for n, (row, text) in enumerate(zip(rows, texts, strict=True)):
             tokens[n, : len(text)], lengths[n], index[row] = text, len(text), n
@@ -131,7 +129,7 @@ class TextBatch:
     def _make_room(self, tokens: int) -> None:
         """Lets the cache grow until it has this many slots."""
         if tokens > self._slots:
-            self._slots = min(_power(tokens), self._longest)
+            self._slots = self._programs.caching.slots(tokens)
             self._state = self._programs.grow(self._state, self._slots)
 
     def _drawn(self, rows: Sequence[int], drawn: Any) -> list[Token]:
@@ -155,27 +153,26 @@ class TextBatch:
         return "length" if is_full else None
 
     def _settings_now(self) -> DrawSettings:
-        requests = [None if row is None else row.request for row in self._rows]
-        default = Drawing()
-
-        def floats(name: str) -> np.ndarray:
-            return np.array([getattr(default if one is None else one.drawing, name) for one in requests], np.float32)
-
-        def words(name: str) -> np.ndarray:
-            return np.array([0 if one is None else getattr(one, name) for one in requests], np.uint32)
-
-        return DrawSettings(
-            temperature=floats("temperature") * np.array([one is not None for one in requests], np.float32),
-            top_k=floats("top_k").astype(np.int32),
-            top_p=floats("top_p"),
-            min_p=floats("min_p"),
-            penalty=floats("repetition_penalty"),
-            seed=words("seed"),
-            number=words("number"),
-            is_live=np.array([one is not None for one in requests]),
-        )
+        return settings_of([None if row is None else row.request for row in self._rows])
 
 
-def _power(n: int) -> int:
-    """The smallest power of two that is not below n."""
-    return 1 << max(n - 1, 0).bit_length()
+def settings_of(requests: Sequence[TextRequest | None]) -> DrawSettings:
+    """The settings of the rows of a batch. None: a row without a request."""
+    default = Drawing()
+
+    def floats(name: str) -> np.ndarray:
+        return np.array([getattr(default if one is None else one.drawing, name) for one in requests], np.float32)
+
+    def words(name: str) -> np.ndarray:
+        return np.array([0 if one is None else getattr(one, name) for one in requests], np.uint32)
+
+    return DrawSettings(
+        temperature=floats("temperature") * np.array([one is not None for one in requests], np.float32),
+        top_k=floats("top_k").astype(np.int32),
+        top_p=floats("top_p"),
+        min_p=floats("min_p"),
+        penalty=floats("repetition_penalty"),
+        seed=words("seed"),
+        number=words("number"),
+        is_live=np.array([one is not None for one in requests]),
+    )

@@ -25,6 +25,7 @@ from ..models.config import ModelConfig, OwnModel
 Module = Any
 Result = tuple[jax.Array, Any]
 """Logits [b, v] after the last token of each row, and a cache."""
+_LEAST = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,14 @@ class Caching:
     rows_dim: int = 0
     longest: int
     switches_at: int | None = None
+
+    def padded(self, tokens: int) -> int:
+        """The length to which texts of this many tokens are padded. A power of two, so that few programs are compiled."""
+        return min(power_of_two(max(tokens, _LEAST)), self.longest)
+
+    def slots(self, tokens: int) -> int:
+        """The slots of a cache of texts of this many tokens."""
+        return self.longest if self.grown is None else self.padded(tokens)
 
 
 def caching_of(config: ModelConfig | OwnModel, *, has_cache: bool) -> Caching:
@@ -91,3 +100,8 @@ def _write_whole(module: Module, tokens: jax.Array, lengths: jax.Array, cache: A
 def _read_whole(module: Module, tokens: jax.Array, lengths: jax.Array, step: jax.Array, slots: int) -> Result:
     texts = jnp.pad(tokens, ((0, 0), (0, slots - tokens.shape[1])))
     return jnp.take_along_axis(module(texts), lengths[:, None, None] - 1, axis=1)[:, 0], texts
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()

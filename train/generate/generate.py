@@ -68,19 +68,8 @@ class Generator:
         ends: Collection[int] = (),
         gathers: bool = False,
     ):
-        config, mesh, model = setup.run.config, setup.mesh, setup.program.model
-        rules, batch = rules_of(setup.run, mesh.shape, gathers=gathers)
-        self._programs = TextPrograms(
-            model=model,
-            caching=caching_of(config.model, has_cache=model.has_cache),
-            rules=rules,
-            mesh=mesh,
-            batch=batch,
-            vocab=config.model.vocab,
-            known=config.model.vocab if tokenizer is None else min(config.model.vocab, tokenizer.vocab_size),
-            pads=bool(setup.storage.padded),
-            gathers=gathers,
-        )
+        config = setup.run.config
+        self._programs = programs_of(setup, known=None if tokenizer is None else tokenizer.vocab_size, gathers=gathers)
         self._arrays = self._programs.placed(params, variables)
         self._tokenizer, self._ends, self._config = tokenizer, frozenset(ends), config.generate
         self.seed = config.run.seed
@@ -162,6 +151,23 @@ class Generator:
     @property
     def _decoded(self) -> Callable[[Sequence[int]], str]:
         return (lambda tokens: "") if self._tokenizer is None else self._tokenizer.decode
+
+
+def programs_of(setup: Setup, *, known: int | None = None, gathers: bool = False) -> TextPrograms:
+    """The programs of a setup's model. known: the number of the tokenizer's ids. gathers: see `TextPrograms`."""
+    config, mesh, model = setup.run.config, setup.mesh, setup.program.model
+    rules, batch = rules_of(setup.run, mesh.shape, gathers=gathers)
+    return TextPrograms(
+        model=model,
+        caching=caching_of(config.model, has_cache=model.has_cache),
+        rules=rules,
+        mesh=mesh,
+        batch=batch,
+        vocab=config.model.vocab,
+        known=min(config.model.vocab, known or config.model.vocab),
+        pads=bool(setup.storage.padded),
+        gathers=gathers,
+    )
 
 
 def encoded_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -59,26 +59,47 @@ class TextPrograms:
         """The number of devices that rows are split over."""
         return math.prod(self.mesh.shape.get(axis, 1) for axis in self.batch)
 
-    def placed(self, params: Any, variables: Any) -> tuple[Any, Any]:
-        """The model's arrays as the programs take them."""
+    def rows(self, count: int) -> int:
+        """The number of rows for this many texts, so that the mesh splits equal parts."""
+        return -(-count // self.shards) * self.shards
+
+    def layout(self, params: Any, variables: Any) -> tuple[Any, Any]:
+        """The model's arrays as the programs take them: shapes, types and shardings. params, variables: arrays or shapes."""
         rows = jax.ShapeDtypeStruct((self.shards,), jnp.int32)
         cache = self._cache_shapes(params, variables, self.shards, self.caching.longest)
         placement = self._written.placement(params, variables, cache, rows, rows)
-        variables = jax.device_put(variables, placement.inputs(variables, "variables"))
+        reads = {} if self.gathers else {p.path: p.read.dtype for p in placement.parameters if p.read is not None}
+
+        def placed(path: Any, x: Any, to: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, reads.get(jgt.path_text(path), x.dtype), sharding=to)
+
+        shapes = jax.tree.map_with_path(placed, params, placement.params)
+        return shapes, jax.tree.map(_shaped, variables, placement.inputs(variables, "variables"))
+
+    def placed(self, params: Any, variables: Any) -> tuple[Any, Any]:
+        """The model's arrays as the programs take them."""
+        shapes, others = self.layout(params, variables)
+        shardings, variables = (
+            jax.tree.map(lambda x: x.sharding, shapes),
+            jax.tree.map(lambda x, to: jax.device_put(x, to.sharding), variables, others),
+        )
         if self.gathers:
-            return jax.device_put(params, placement.params), variables
-        reads = {p.path: p.read.dtype for p in placement.parameters if p.read is not None}
+            return jax.device_put(params, shardings), variables
 
         def cast(params: Any) -> Any:
-            return jax.tree.map_with_path(lambda path, x: x.astype(reads.get(jgt.path_text(path), x.dtype)), params)
+            return jax.tree.map(lambda x, to: x.astype(to.dtype), params, shapes)
 
-        return jax.jit(cast, out_shardings=placement.params)(params), variables
+        return jax.jit(cast, out_shardings=shardings)(params), variables
+
+    def state(self, params: Any, variables: Any, rows: int, slots: int) -> TextState:
+        """The shapes and shardings of the state of a batch. params, variables: arrays or shapes."""
+        cache, ints = self._cache_shapes(params, variables, rows, slots), jax.ShapeDtypeStruct((rows,), jnp.int32)
+        shapes = TextState(cache, ints, ints, jax.ShapeDtypeStruct((rows, self.vocab), jnp.bool))
+        return jax.tree.map(_shaped, shapes, self._shardings(shapes))
 
     def empty(self, params: Any, variables: Any, rows: int, slots: int) -> TextState:
         """The state of a batch without texts."""
-        cache, ints = self._cache_shapes(params, variables, rows, slots), jax.ShapeDtypeStruct((rows,), jnp.int32)
-        shapes = TextState(cache, ints, ints, jax.ShapeDtypeStruct((rows, self.vocab), jnp.bool))
-        return jax.tree.map(lambda x, to: jnp.zeros(x.shape, x.dtype, device=to), shapes, self._shardings(shapes))
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self.state(params, variables, rows, slots))
 
     @functools.cached_property
     def grow(self) -> Callable[[TextState, int], TextState]:
@@ -190,3 +211,7 @@ class TextPrograms:
     def _cache_shapes(self, params: Any, variables: Any, rows: int, slots: int) -> Any:
         tokens, ints, step = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, slots), (rows,), ()))
         return jax.eval_shape(self._reader(slots), params, variables, tokens, ints, step)[1]
+
+
+def _shaped(x: Any, to: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)

@@ -54,9 +54,9 @@ def generation_rules(rules: Rules, batch: Axes, mesh: Mapping[str, int], kv_head
     if kv_heads is not None:
         layout = {name: _layout(rules, name, batch, mesh, kv_heads) for name in _KEYS}
         tree["signals"] = {_ATTENTION: {"tensors": {f"{name}_cache": spec for name, spec in layout.items()} | _of_keys(rules, layout)}}
-        stacks = {f"cache/full/{n}": [None, *layout[name]] for n, name in zip(("keys", "values"), _KEYS, strict=True)}
+        stacks = {f"cache/full/{n}": _of_stack(layout[name]) for n, name in zip(("keys", "values"), _KEYS, strict=True)}
         # The slots of a window need not be divisible.
-        windows = {path.replace("full", "window"): [*spec[:2], None, *spec[3:]] for path, spec in stacks.items()}
+        windows = {path.replace("full", "window"): [*spec[:3], None, *spec[4:]] for path, spec in stacks.items()}
         tree["inputs"] = {**stacks, **windows, **tree["inputs"]}
     own = make_rules({**tree, "default": "replicate"})
     inputs = (*named, *own.inputs, *rules.inputs)
@@ -97,6 +97,12 @@ def _layout(rules: Rules, name: str, batch: Axes, mesh: Mapping[str, int], kv_he
         dims = _dims_of(rules, name) or (batch, (), (), ())
         dims = (dims[0], (), *dims[2:])
     return [[*dims[0]], [*dims[1]], _fitting(dims[2], mesh, kv_heads), [*dims[3]]]
+
+
+def _of_stack(dims: list[Any]) -> list[Any]:
+    """The axes of a stack [L, b, k, n, h] from those of a cache [b, n, k, h]."""
+    rows, slots, heads, elements = dims
+    return [None, rows, heads, slots, elements]
 
 
 def _of_keys(rules: Rules, layout: Mapping[str, list[Any]]) -> dict[str, Any]:

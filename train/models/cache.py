@@ -7,6 +7,9 @@ last token has the youngest slot.
 
 Layers with a window have a stack of their own, of no more slots than the window: what is older is overwritten, and needs no mask.
 
+A stack has its heads before its slots, as the matmuls of attention read it. XLA for GPUs would transpose the stack for every token if it
+had another order.
+
 L layers of a stack, b rows, n slots, s tokens, k key/value heads, h head size.
 """
 
@@ -24,7 +27,7 @@ from .config import ModelConfig
 
 
 class KeysValues(NamedTuple):
-    """Keys and values of layers [L, b, n, k, h], or of one layer or one step without the first dim."""
+    """Keys and values: stacks [L, b, k, n, h], or those of tokens [L, b, s, k, h]; of one layer without the first dim."""
 
     keys: jax.Array
     values: jax.Array
@@ -55,7 +58,7 @@ def filled(config: ModelConfig, new: KeysValues, lengths: jax.Array, step: jax.A
     def stack(layers: Sequence[int], size: int) -> KeysValues | None:
         ages = jnp.mod(step - 1 - jnp.arange(size), size)
         token = jnp.clip(lengths[:, None] - 1 - ages[None, :], 0)[None, :, :, None, None]  # [1, b, n, 1, 1]
-        return KeysValues(*(jnp.take_along_axis(x[jnp.array(layers)], token, axis=2) for x in new)) if layers else None
+        return KeysValues(*(jnp.take_along_axis(x[jnp.array(layers)], token, axis=2).swapaxes(2, 3) for x in new)) if layers else None
 
     full, window = kinds_of(config)
     return Cache(stack(full, slots), stack(window, min(slots, config.window or slots)), step)
@@ -65,10 +68,10 @@ def grown(cache: Cache, config: ModelConfig, slots: int) -> Cache:
     """The same texts with more slots."""
 
     def stack(old: KeysValues | None, size: int) -> KeysValues | None:
-        if old is None or old.keys.shape[2] == size:
+        if old is None or old.keys.shape[3] == size:
             return old
         ages = jnp.mod(cache.step - 1 - jnp.arange(size), size)
-        return KeysValues(*(jnp.take(x, jnp.mod(cache.step - 1 - ages, x.shape[2]), axis=2) for x in old))
+        return KeysValues(*(jnp.take(x, jnp.mod(cache.step - 1 - ages, x.shape[3]), axis=3) for x in old))
 
     return Cache(stack(cache.full, slots), stack(cache.window, min(slots, config.window or slots)), cache.step)
 
@@ -89,8 +92,8 @@ def written(cache: Cache, new: KeysValues, place: jax.Array | bool, is_full: boo
 
 
 def _written(stack: jax.Array, new: jax.Array, place: jax.Array | bool, step: jax.Array, is_own: bool | jax.Array) -> jax.Array:
-    start = (place, 0, jnp.mod(step, stack.shape[2]), 0, 0)
-    new = new[None].astype(stack.dtype)
+    start = (place, 0, 0, jnp.mod(step, stack.shape[3]), 0)
+    new = new.swapaxes(1, 2)[None].astype(stack.dtype)
     if is_own is not True:
         # A layer of the other stack writes what was there, since one program serves all layers.
         new = jnp.where(is_own, new, jax.lax.dynamic_slice(stack, start, new.shape))
@@ -99,7 +102,7 @@ def _written(stack: jax.Array, new: jax.Array, place: jax.Array | bool, step: ja
 
 def layer_of(stack: KeysValues, place: jax.Array | bool) -> KeysValues:
     """The keys and values [b, n, k, h] of a layer."""
-    keys, values = (jax.lax.dynamic_index_in_dim(x, place, keepdims=False) for x in stack)
+    keys, values = (jax.lax.dynamic_index_in_dim(x, place, keepdims=False).swapaxes(1, 2) for x in stack)
     return KeysValues(signal.tensor(keys, "k_cache"), signal.tensor(values, "v_cache"))
 
 

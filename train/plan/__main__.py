@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from jgt.document import InputError
 
-from .request import Request, parser, read_request
+from .request import Request, Texts, parser, read_request
 
 if TYPE_CHECKING:
     from jgt import Plan
@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if request.target is None:
             # The larger run decides: JAX fixes the number of its devices when it starts.
             use_devices(request.runs)
+        if request.texts is not None:
+            return _generation(arguments, request, request.texts)
         if arguments.sync:
             return _compare_policies(arguments, request)
         plans = [make_plan(run, request.target, price=request.price) for run in request.runs]
@@ -103,6 +105,18 @@ def _show(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None) 
         from .sync import print_exchange
 
         print_exchange(plan, exchange)
+
+
+def _generation(arguments: argparse.Namespace, request: Request, texts: Texts) -> int:
+    """Plans generation, and prints the plan. Raises InputError."""
+    from .generation import make_generation, print_generation
+
+    plan = make_generation(request.runs[0], request.target, texts, price=request.price)
+    if arguments.json:
+        print(json.dumps(plan.to_json(), indent=1))
+    else:
+        print_generation(plan)
+    return 0
 
 
 def _compare_policies(arguments: argparse.Namespace, request: Request) -> int:

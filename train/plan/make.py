@@ -35,7 +35,7 @@ def make_plan(run: Run, target: Target | None, *, price: float | None = None) ->
     price: dollars for an hour of one device. Raises InputError if there are fewer devices, or if rules, mesh and shapes do not fit.
     """
     jax.config.update("jax_platforms", "cpu")
-    again = _maker(run, target)
+    again = setup_maker(run, target)
     # The program that will run is the one that XLA compiles with the run's own flags.
     flags, warnings = planned_flags(run.config, has_gpu=target is not None and target.is_described)
     for warning in warnings:
@@ -94,7 +94,7 @@ def make_exchange(run: Run, target: Target | None) -> Exchange | None:
     sync = run.config.sync
     if sync is None or sync.every == 1:
         return None
-    setup = _maker(run, target)(None)
+    setup = setup_maker(run, target)(None)
     flags, _ = planned_flags(run.config, has_gpu=target is not None and target.is_described)
     programs = setup.exchanges
     assert programs is not None
@@ -105,29 +105,29 @@ def make_exchange(run: Run, target: Target | None) -> Exchange | None:
     return Exchange(plan=plan, every=sync.every, fragments=sync.fragments, formula_bytes=formula)
 
 
-def _maker(run: Run, target: Target | None) -> Callable[[Remat | None], Setup]:
-    """A function from the setting of `train.remat`, None for the run's own, to the run's setup."""
+def setup_maker(run: Run, target: Target | None, *, partial_rules: bool = False) -> Callable[[Remat | None], Setup]:
+    """A function from the setting of `train.remat`, None for the run's own, to the run's setup. partial_rules: as in `prepare`."""
     if target is None or not target.is_described:
-        count = _num_devices(run) if target is None else target.num_devices
+        count = num_devices_of(run) if target is None else target.num_devices
         _start(count)
         if len(jax.devices()) < count:
             have = f"JAX has started with {len(jax.devices())}"
             raise InputError([f"plan: {count} CPU devices are needed, but {have}. Plan in a new process"])
         devices = jax.devices()[:count]
-        return lambda remat: prepare(run, devices=devices, remat=remat)
+        return lambda remat: prepare(run, devices=devices, remat=remat, partial_rules=partial_rules)
 
     def described_setup(remat: Remat | None) -> Setup:
         with described_device(target) as device:
             # The step is set up on an abstract mesh. Shardings on described devices would forget which arrays are in the host's
             # memory; the planner moves the traced program onto these devices afterwards, and marks such arrays itself.
-            return prepare(run, num_devices=target.num_devices, like=device, remat=remat)
+            return prepare(run, num_devices=target.num_devices, like=device, remat=remat, partial_rules=partial_rules)
 
     return described_setup
 
 
 def use_devices(runs: Sequence[Run]) -> None:
     """Starts JAX with enough CPU devices for all of these runs: it fixes their number when it starts."""
-    _start(max(map(_num_devices, runs)))
+    _start(max(map(num_devices_of, runs)))
     jax.devices()
 
 
@@ -137,7 +137,8 @@ def _start(num_devices: int) -> None:
         use_virtual_cpu(num_devices)
 
 
-def _num_devices(run: Run) -> int:
+def num_devices_of(run: Run) -> int:
+    """The number of CPU devices that a run asks for. Raises InputError if it is unknown."""
     count = run.config.devices.virtual_cpu or (1 if run.config.mesh is None else None)
     if count is None and -1 in run.mesh.values():
         raise InputError(

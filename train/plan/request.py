@@ -18,7 +18,8 @@ from jgt.document import InputError, path_problem, read
 from jgt.planner import Target
 
 from ..command_line import RunParser, seconds, whole_number
-from ..config import Config, Run
+from ..config import Config, Run, load
+from ..run.folder import CONFIG
 from ..search.plans import RunFile
 
 _BETWEEN = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")
@@ -27,6 +28,9 @@ _BETWEEN = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")
 _SECONDS, _TOP = 300, 6
 """The defaults of a search."""
 _OF_A_SEARCH = "targets", "tokens", "deadline", "write", "picture"
+_OF_GENERATION = "batch", "length", "prompt_length"
+_OF_A_STEP = "sync", "diff", "html", "lock", "check"
+"""Options that are about a training step."""
 
 
 def parser() -> RunParser:
@@ -54,6 +58,7 @@ def parser() -> RunParser:
     both = "compare two plans: each of A and B is a run's file, a rules file or overrides such as 'mesh={data: 8}'"
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help=both)
     _add_search_arguments(parser)
+    _add_generation_arguments(parser)
     return parser
 
 
@@ -80,14 +85,37 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_generation_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of generation."""
+    group = parser.add_argument_group("generation")
+    what = "plan generation instead of training; FILE may also be a run directory, a folder of Hugging Face or its config.json"
+    group.add_argument("--generate", action="store_true", help=what)
+    group.add_argument("--batch", type=whole_number(), metavar="N", help="texts that run together (generate.batch)")
+    group.add_argument("--length", type=whole_number(low=2), metavar="N", help="tokens of a text, prompt and answer (model.seq)")
+    group.add_argument("--prompt-length", type=whole_number(), metavar="N", help="tokens of a prompt (half of --length)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """Texts to generate together: `rows` of them, of `length` tokens each, of which `prompt` tokens are read."""
+
+    rows: int
+    length: int
+    prompt: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """target: None for CPU devices. files, runs: the one to plan, or the two to compare. price: dollars for an hour of one device."""
+    """target: None for CPU devices. files, runs: the one to plan, or the two to compare. price: dollars for an hour of one device.
+
+    texts: what to generate; None for a plan of training.
+    """
 
     target: Target | None
     files: tuple[RunFile, ...]
     runs: tuple[Run, ...]
     price: float | None
+    texts: Texts | None = None
 
 
 def read_request(arguments: argparse.Namespace) -> Request:
@@ -95,8 +123,8 @@ def read_request(arguments: argparse.Namespace) -> Request:
     problems: list[str] = []
     target, price = None, None
     # Options of a search that would be without effect.
-    alone = [f"--{name}" for name in _OF_A_SEARCH if getattr(arguments, name, None) is not None]
-    problems += [f"command line: {name} needs --search" for name in alone]
+    problems += [f"command line: {flag} needs --search" for flag in _given(arguments, _OF_A_SEARCH)]
+    problems += [] if arguments.generate else [f"command line: {flag} needs --generate" for flag in _given(arguments, _OF_GENERATION)]
     with InputError.collect(problems):
         target = None if arguments.target is None else Target.parse(arguments.target, arguments.chip, arguments.set)
     if arguments.target is None:
@@ -108,6 +136,8 @@ def read_request(arguments: argparse.Namespace) -> Request:
     if arguments.config is None and arguments.diff is None:
         problems.append("command line: a run's file is missing. Write jgt plan run.yaml")
         raise InputError(problems)
+    if arguments.generate:
+        return _generating(arguments, target, price, problems)
     files = [RunFile.of(arguments)]
     if arguments.diff is not None:
         alone = [name for name in ("html", "lock", "check") if getattr(arguments, name) is not None]
@@ -129,6 +159,41 @@ def read_request(arguments: argparse.Namespace) -> Request:
         # Both sides of a comparison may have the same problem.
         raise InputError(list(dict.fromkeys(problems)))
     return Request(target=target, files=tuple(files), runs=tuple(runs), price=price)
+
+
+def _given(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """The flags of these names that the command line has."""
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name, None) not in (None, False)]
+
+
+def _generating(arguments: argparse.Namespace, target: Target | None, price: float | None, problems: list[str]) -> Request:
+    """The request of --generate. Raises InputError with these problems and all others."""
+    problems += [
+        f"command line: {flag} is about a training step, and cannot be combined with --generate" for flag in _given(arguments, _OF_A_STEP)
+    ]
+    path, code = Path((arguments.config or "").removeprefix("hf:")), tuple(arguments.code)
+    is_published = path.suffix == ".json" or (path / "config.json").is_file()
+    source = {"model": {"hf": str(path)}} if is_published else path / CONFIG if (path / CONFIG).is_file() else path
+    count = arguments.devices if target is None else target.num_devices
+    # A training step is not compiled, but its batch has to be one that the devices can split.
+    devices = [] if count is None else [f"devices.virtual_cpu={count}", f"train.batch={count}", "train.accumulate=1"]
+    overrides = ["pipeline=null", "sync=null", *arguments.overrides, *devices]
+    run = load(source, overrides, code=code, problems=problems, reads_data=False)
+    return Request(target=target, files=(), runs=(run,), price=price, texts=_texts(arguments, run))
+
+
+def _texts(arguments: argparse.Namespace, run: Run) -> Texts:
+    """The texts that the command line asks for. Raises InputError."""
+    seq = run.config.model.seq
+    length = arguments.length or seq
+    prompt = arguments.prompt_length or max(length // 2, 1)
+    if length > seq:
+        why = f"command line: --length {length:,}: a text has at most model.seq {seq:,} tokens"
+        raise InputError([f"{why}. Give fewer, or model.seq={length} if the model's positions are rotary"])
+    if prompt >= length:
+        why = f"command line: --prompt-length {prompt:,}: leaves no room for an answer in --length {length:,}"
+        raise InputError([f"{why}. Give at most {length - 1:,}, or a greater --length"])
+    return Texts(rows=arguments.batch or run.config.generate.batch, length=length, prompt=prompt)
 
 
 def _sides(file: RunFile, diff: Sequence[str]) -> list[RunFile]:

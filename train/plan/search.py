@@ -64,7 +64,7 @@ def _say(line: str) -> None:
 
 def _read(arguments: argparse.Namespace) -> tuple[Open, Sequence[Target], Job]:
     """The run, the targets and what is to be trained on them. Raises InputError with all problems."""
-    others = [name for name in ("html", "lock", "check", "diff", "devices", "sync") if getattr(arguments, name, None)]
+    others = [name for name in ("html", "lock", "check", "diff", "devices", "sync", "generate") if getattr(arguments, name, None)]
     problems = [f"command line: --{name} cannot be combined with --search" for name in others]
     if arguments.picture is not None and importlib.util.find_spec("matplotlib") is None:
         problems.append("command line: --picture needs matplotlib: pip install 'jgt[plot]'")

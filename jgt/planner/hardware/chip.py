@@ -19,6 +19,7 @@ from jgt.document import Bound, InputError, Node, bind, nearest, override, read
 from jgt.planner.hardware.rates import Amount, AttentionRate, MatmulRate, MatmulWork, MemoryRate, Rates, Share
 from jgt.program.kernels import AttentionWork
 
+_FEW_ROWS = 16
 CHIP_FOLDER = Path(__file__).parent / "chips"
 CPU_KIND = "cpu"
 """The platform of CPU devices, and the name of their chip."""
@@ -81,7 +82,11 @@ class Chip:
         """The time of a matmul whose operands are near."""
         name = self._type(work.dtype)
         rate = self.rates.matmul.get(name, self.rates.matmul["bf16"])
-        return work.flops / (self.tflops[name] * 1e12 * rate.of(work) * self._clock)
+        peak = self.tflops[name] * rate.of(work)
+        # A product of few rows needs no tensor cores: ordinary ones compute it as fast as memory gives them the matrix.
+        if min(work.m, work.n) <= _FEW_ROWS and "f32" in self.tflops:
+            peak = max(peak, self.tflops["f32"] * rate.share)
+        return work.flops / (peak * 1e12 * self._clock)
 
     def attention_seconds(self, work: AttentionWork) -> float:
         """The time of a kernel of fused attention."""
