@@ -66,7 +66,7 @@ class TextBatch:
         self._slots = programs.caching.slots(1)
         self._steps = 0
         self._state = programs.empty(params, variables, count, self._slots)
-        self._settings = settings_of([None] * count)
+        self._settings = draw_settings_of([None] * count)
 
     @property
     def num_free(self) -> int:
@@ -153,10 +153,10 @@ class TextBatch:
         return "length" if is_full else None
 
     def _settings_now(self) -> DrawSettings:
-        return settings_of([None if row is None else row.request for row in self._rows])
+        return draw_settings_of([None if row is None else row.request for row in self._rows])
 
 
-def settings_of(requests: Sequence[TextRequest | None]) -> DrawSettings:
+def draw_settings_of(requests: Sequence[TextRequest | None]) -> DrawSettings:
     """The settings of the rows of a batch. None: a row without a request."""
     default = Drawing()
 

@@ -243,6 +243,9 @@ class Embedding(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
+        if tokens.size == 1:
+            # XLA makes a slice of a lookup of one row, for which it would gather a table that devices split.
+            return self.table()[jnp.repeat(tokens, 2, axis=1)][:, :1]
         return self.table()[tokens]
 
     def table(self) -> jax.Array:

@@ -21,7 +21,7 @@ from jgt import Console, Plan, amount
 from jgt.planner import Target, Workload, described_device
 
 from ..config import Run
-from ..generate.batch import settings_of
+from ..generate.batch import draw_settings_of
 from ..generate.generate import programs_of
 from ..generate.rules import rules_of
 from ..models.cache import Cache, KeysValues, kinds_of
@@ -89,20 +89,20 @@ def make_generation(run: Run, target: Target | None, texts: Texts, *, price: flo
     count = num_devices_of(run) if target is None else target.num_devices
     rules, batch = rules_of(run, mesh_layout(run, num_devices=count).mesh.shape)
     setup = setup_maker(replace(run, rules=rules), target, partial_rules=True)(None)
-    is_described = target is not None and target.is_described
-    with described_device(target) if is_described else contextlib.nullcontext():
+    described = target if target is not None and target.is_described else None
+    with contextlib.nullcontext() if described is None else described_device(described):
         programs = programs_of(setup)
         rows, slots = programs.rows(texts.rows), programs.caching.slots(texts.length)
         params, variables = programs.layout(*setup.program.shapes[:2])
         state = programs.state(params, variables, rows, slots)
-    flags, _ = planned_flags(run.config, has_gpu=is_described)
+    flags, _ = planned_flags(run.config, has_gpu=described is not None)
 
     def planned(program: Callable[..., object], *arguments: object, tokens: int) -> Plan:
         work = Workload(tokens=tokens, price=price)
         return jgt.plan(program, params, variables, *arguments, target=target, rules=programs.rules, flags=flags, workload=work)
 
     shapes = (rows, programs.caching.padded(texts.prompt)), (rows,), ()
-    prompts, settings = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes], settings_of([None] * rows)
+    prompts, settings = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes], draw_settings_of([None] * rows)
     token = planned(programs.write, state, settings, tokens=rows)
     others = _local_bytes((params, variables, state._replace(cache=()), settings))
     return GenerationPlan(

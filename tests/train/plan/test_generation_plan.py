@@ -46,6 +46,12 @@ def test_a_cache_has_the_bytes_of_its_formula_on_each_device(capsys):
     assert {"layers/attn", "layers/mlp"} <= {row["signal"] for row in found["token"]["collectives"]}
 
 
+def test_a_token_of_one_text_gathers_no_table(capsys):
+    found = planned(capsys, "run.yaml", "--batch", "1", "mesh={data: 1, fsdp: 1, tensor: 4}", "--devices", "4", "model.vocab=4096")
+    gathered = [row["bytes"] for row in found["token"]["collectives"] if row["kind"] == "all-gather"]
+    assert max(gathered) <= 4096 * 4 < 4096 * 32 * 4 // 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -70,11 +76,9 @@ def test_a_folder_of_hugging_face_and_a_run_directory(capsys):
     Path("model/config.json").write_text(json.dumps({**PUBLISHED["Llama-3.2-1B"]["config"], "num_hidden_layers": 1, "vocab_size": 256}))
     Path("run").mkdir()
     Path("run/config.yaml").write_text(document.dump(RUN))
-    found = [
-        planned(capsys, path, "--devices", "2", "mesh={data: 2}", "rules=null", "model.seq=128")
-        for path in ("hf:model", "model/config.json", "run")
-    ]
-    assert found[0] == found[1] and found[0]["mesh"] == {"data": 2} and found[2]["mesh"] == {"data": 2}
+    layout = ["--devices", "2", "mesh={data: 2}", "rules=null", "model.seq=128"]
+    found = [planned(capsys, path, *layout) for path in ("hf:model", "model/config.json", "run")]
+    assert found[0]["token"]["signals"] == found[1]["token"]["signals"] and all(plan["token"]["mesh"] == {"data": 2} for plan in found)
     assert found[0]["cache_bytes"] == 8 // 2 * 128 * 2 * 8 * 64 * 4 + 4
 
 
@@ -85,10 +89,10 @@ def test_a_token_takes_the_time_in_which_its_weights_are_read(capsys, name, tens
     layout = ["mesh={data: 1}", "rules=null"] if tensor == 1 else [f"mesh={{data: 1, tensor: {tensor}}}", "rules=jgt:tensor"]
     options = ["--target", f"h100:1x{tensor}", "--batch", "1", "--length", "4096"]
     found = planned(capsys, str(CONFIGS / f"{name}.yaml"), *layout, *options)
-    memory, token = found["token"]["memory"], found["token"]
-    least = memory["groups"]["parameters"] / 3352e9 * 1e3
-    # XLA copies each layer's parameters out of their stack before it multiplies them, which is two more transfers of them.
-    assert least < found["token_ms"] < 4 * least
-    traffic = sum(row["hbm_bytes"] for row in token["signals"]) / (0.93 * 3352e9) * 1e3
-    assert traffic < found["token_ms"] < 1.5 * traffic
+    token = found["token"]
+    # XLA copies each layer's parameters out of their stack before it multiplies them, so there is more traffic than that of the parameters.
+    least, traffic = token["memory"]["groups"]["parameters"], sum(row["hbm_bytes"] for row in token["signals"])
+    assert least < traffic < 6 * least
+    busy = found["token_ms"] - sum(token["parts_ms"].get(part, 0.0) for part in ("launch", "exposed"))
+    assert least / 3352e9 < traffic / 3352e9 < busy / 1e3 < 2 * traffic / 3352e9
     assert found["fits"] and found["cache_bytes"] == found["cache_formula_bytes"]
