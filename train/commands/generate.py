@@ -13,9 +13,10 @@ from jgt import CommandParser
 from jgt.document import InputError
 
 from ..command_line import whole_number
+from ..generate.chat import Chat
 from ..generate.generate import Completion, Generator
 from ..generate.text import terminal_text
-from ..run.load import load_model
+from ..run.load import load_writer
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +32,7 @@ def parser() -> CommandParser:
     made.add_argument("overrides", nargs="*", metavar="key.sub=value", help=keys)
     made.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text to continue; repeatable")
     made.add_argument("--prompts", metavar="FILE", help="a file of JSON lines with a prompt, or with tokens, in each")
-    made.add_argument("--chat", action="store_true", help="read prompts from the terminal, each behind the texts so far")
+    made.add_argument("--chat", action="store_true", help="prompts are messages of a chat; without any, read them from the terminal")
     made.add_argument("--tokens", type=whole_number(), metavar="N", help="the most new tokens (generate.tokens)")
     made.add_argument("--temperature", type=float, metavar="T", help="0: the likeliest tokens (generate.temperature)")
     made.add_argument("--samples", type=whole_number(), metavar="N", help="the answers to each prompt (generate.samples)")
@@ -45,15 +46,19 @@ def parser() -> CommandParser:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    prompts = [*arguments.prompt, *(_prompts_of(Path(arguments.prompts)) if arguments.prompts else ())]
-    if arguments.chat == bool(prompts):
+    prompts: list[Any] = [*arguments.prompt, *(_prompts_of(Path(arguments.prompts), arguments.chat) if arguments.prompts else ())]
+    if not (prompts or arguments.chat):
         raise InputError(["command line: give prompts with --prompt or --prompts, or --chat to type them"])
-    on_mesh = any(override.partition("=")[0].partition(".")[0] == "mesh" for override in arguments.overrides)
-    loaded = load_model(arguments.model, arguments.overrides, code=arguments.code, sharded=on_mesh, generates=True)
+    loaded = load_writer(arguments.model, arguments.overrides, arguments.code)
+    chat = Chat.of(loaded.tokenizer) if arguments.chat else None
     given = {name: getattr(arguments, name) for name in ("tokens", "temperature", "samples", "stop")}
     changes = {"seed": arguments.seed, **{name: value for name, value in given.items() if value is not None}}
-    if arguments.chat:
-        _converse(loaded.generator, changes)
+    if chat is not None and chat.template is None:
+        print(f"{arguments.model} has no chat template: the model continues the text of all lines and answers", file=sys.stderr)
+    if chat is not None:
+        prompts = [chat.prompt(_as_messages(prompt)) for prompt in prompts]
+    if chat is not None and not prompts:
+        chat.converse(loaded.generator, changes)
     elif arguments.json:
         for answer in loaded.generator.answers(prompts, **changes):
             print(json.dumps(_as_json(answer, prompts[answer.number[0]])), flush=True)
@@ -74,29 +79,6 @@ def _show(generator: Generator, prompts: Sequence[Any], changes: dict[str, Any])
         print(terminal_text((prompt if isinstance(prompt, str) else "") + answer.text), flush=True)
 
 
-def _converse(generator: Generator, changes: dict[str, Any]) -> None:
-    """Reads lines from the terminal until its end, and continues the text of all lines and answers."""
-    text = ""
-    while True:
-        try:
-            line = input("> ")
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return
-        text += line
-        try:
-            for piece in generator.pieces([text], **changes):
-                text += piece.text
-                _print(piece.text)
-        except KeyboardInterrupt:
-            # It ends the answer, not the conversation.
-            pass
-        except InputError as error:
-            print("\n".join(error.problems), file=sys.stderr)
-            text = ""
-        print()
-
-
 def _print(text: str) -> None:
     print(terminal_text(text), end="", flush=True)
 
@@ -107,8 +89,12 @@ def _as_json(answer: Completion, prompt: Any) -> dict[str, Any]:
     return {**said, "reason": answer.reason}
 
 
-def _prompts_of(file: Path) -> Iterator[str | list[int]]:
-    """The prompts of a file of JSON lines. Raises InputError with every line that has none."""
+def _as_messages(prompt: Any) -> Any:
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def _prompts_of(file: Path, is_chat: bool) -> Iterator[Any]:
+    """The prompts of a file of JSON lines: texts or tokens; of a chat, texts or messages. Raises InputError with every line without one."""
     problems: list[str] = []
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
@@ -116,10 +102,11 @@ def _prompts_of(file: Path) -> Iterator[str | list[int]]:
                 found = json.loads(line)
             except ValueError:
                 found = None
-            prompt = found.get("prompt", found.get("tokens")) if isinstance(found, dict) else None
-            if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt)):
+            name, kind = ("messages", dict) if is_chat else ("tokens", int)
+            prompt = found.get("prompt", found.get(name)) if isinstance(found, dict) else None
+            if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(one) is kind for one in prompt)):
                 yield prompt
             elif line.strip():
-                problems.append(f'{file}:{number}: is not a JSON object with a prompt, such as {{"prompt": "Once"}}')
+                problems.append(f'{file}:{number}: is not a JSON object with a prompt or {name}, such as {{"prompt": "Once"}}')
     if problems:
         raise InputError(problems)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ WAYS_TO_NAME_AN_END = f"Known names: {', '.join(END_OF_TEXT_NAMES)}. A tokenizer
 END_OF_TURN_NAMES = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 """Tokens that end a turn of a chat. They never end a document."""
 _MAX_BYTES = 1 << 25
-_CONFIG, _NAMES, _TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
+_CONFIG, _NAMES = "tokenizer_config.json", "special_tokens_map.json"
+_TEMPLATES = ("chat_template.jinja", "chat_template.json")
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GENERATION = ("generation_config.json", "config.json")
 """The files that name the ends of a generated text by their ids. The first one that does counts."""
 
@@ -36,7 +38,8 @@ class SpecialTokens:
     """The special tokens of a tokenizer.
 
     beginning: the tokens in front of every text. end_of_text: the token that ends a document; None if it has none. ends: the tokens at
-    which generation stops. pad: the token of padding, if it has one. template: the file with its chat template, if it has one.
+    which generation stops. pad: the token of padding, if it has one. template: the file with its chat template, if it has one. texts: the
+    texts of tokens by the names that a template has for them, such as bos_token.
     """
 
     beginning: tuple[int, ...] = ()
@@ -44,6 +47,7 @@ class SpecialTokens:
     ends: tuple[int, ...] = ()
     pad: int | None = None
     template: Path | None = None
+    texts: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def special_tokens(folder: Path, id_of: Callable[[str], int | None], beginning: tuple[int, ...]) -> SpecialTokens:
@@ -56,16 +60,18 @@ def special_tokens(folder: Path, id_of: Callable[[str], int | None], beginning: 
     # Newer files have all properties of their tokens.
     config = config if "added_tokens_decoder" in config else {**config, **_read(folder / _NAMES)}
 
+    texts = {key: text for key in _NAMED if (text := _text(config.get(key), folder, key)) is not None}
+
     def named(key: str) -> int | None:
-        text = _text(config.get(key), folder, key)
-        return None if text is None else id_of(text)
+        return id_of(texts[key]) if key in texts else None
 
     end = _end_of_text(config.get("eos_token"), folder, id_of)
     named_ends = (named("eos_token"), end, *map(id_of, END_OF_TURN_NAMES))
     ends = {token for token in named_ends if token is not None} | set(declared_ends(folder))
-    files = [folder / _TEMPLATE] if (folder / _TEMPLATE).is_file() else [folder / _CONFIG] if "chat_template" in config else []
-    template = files[0] if files else None
-    return SpecialTokens(beginning=beginning, end_of_text=end, ends=tuple(sorted(ends)), pad=named("pad_token"), template=template)
+    files = [folder / name for name in _TEMPLATES] + ([folder / _CONFIG] if "chat_template" in config else [])
+    template = next((file for file in files if file.is_file()), None)
+    ids = tuple(sorted(ends))
+    return SpecialTokens(beginning=beginning, end_of_text=end, ends=ids, pad=named("pad_token"), template=template, texts=texts)
 
 
 def declared_ends(folder: Path) -> tuple[int, ...]:

@@ -124,3 +124,9 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 def open_tokenizer(name: str) -> Tokenizer:
     """The byte tokenizer for `bytes`; otherwise the tokenizer of the tokenizer.json at this path. Raises InputError."""
     return ByteTokenizer() if name == BYTES else JsonTokenizer(name)
+
+
+def encoded_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text with those that begin every text, unless it has them already."""
+    tokens, beginning = tokenizer.encode(text), [*tokenizer.special.beginning]
+    return tokens if tokens[: len(beginning)] == beginning else [*beginning, *tokens]

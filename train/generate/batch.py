@@ -26,7 +26,10 @@ from .programs import TextPrograms
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TextRequest:
-    """A text to continue. tokens: at least one. limit: the most new tokens. seed, number: of its draws. ends: tokens that end the text."""
+    """A text to continue. tokens: at least one. limit: the most new tokens. seed, number: those of its draws.
+
+    ends: tokens that end the text. stop: texts that end it, which a TextWriter finds.
+    """
 
     tokens: Sequence[int]
     limit: int
@@ -34,6 +37,7 @@ class TextRequest:
     seed: int = 0
     number: int = 0
     ends: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
 
 
 class Token(NamedTuple):
@@ -77,6 +81,11 @@ class TextBatch:
     def is_busy(self) -> bool:
         """Whether there are requests."""
         return any(self._rows)
+
+    @property
+    def shards(self) -> int:
+        """The number of requests that are read together at the cost of one."""
+        return self._programs.shards
 
     def admit(self, requests: Sequence[TextRequest]) -> list[Token]:
         """Reads the texts of requests, at most `num_free`, and draws their first tokens."""

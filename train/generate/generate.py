@@ -11,13 +11,13 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from jgt.document import InputError, Node, bind
 
 from ..data.batches import Data
-from ..data.tokenizer import Tokenizer
+from ..data.tokenizer import Tokenizer, encoded_prompt
 from ..drawing import Drawing, GenerateConfig
 from ..setup import Setup
 from ..step.state import State
@@ -25,7 +25,7 @@ from .batch import TextBatch, TextRequest
 from .caching import caching_of
 from .programs import TextPrograms
 from .rules import rules_of
-from .text import Text
+from .writer import TextWriter
 
 Prompt = str | Sequence[int]
 
@@ -80,9 +80,14 @@ class Generator:
         other._arrays = (None, None) if params is None else self._programs.placed(params, variables)
         return other
 
-    def batch(self, rows: int) -> TextBatch:
-        """An empty batch, for a caller that runs it."""
-        return TextBatch(self._programs, *self._arrays, rows=rows)
+    @property
+    def longest(self) -> int:
+        """The most tokens of a prompt and its answer together."""
+        return self._programs.caching.longest
+
+    def writer(self, rows: int) -> TextWriter:
+        """A writer without requests, for a caller whose requests come one after another. rows: those that are answered together."""
+        return TextWriter(TextBatch(self._programs, *self._arrays, rows=rows), self._decoded)
 
     def settings(self, **changes: Any) -> GenerateConfig:
         """The section `generate:` with these keys. Raises InputError for values that it cannot have."""
@@ -93,50 +98,42 @@ class Generator:
             raise InputError(problems)
         return config
 
-    def request(self, prompt: Prompt, config: GenerateConfig, *, seed: int | None = None, number: int = 0) -> TextRequest:
-        """The request of a prompt, text or tokens. Raises InputError for a prompt that leaves no room for an answer, or that is no text."""
-        tokens = self._encoded(prompt) if isinstance(prompt, str) else [*prompt]
-        longest, vocab = self._programs.caching.longest, self._programs.vocab
-        if len(tokens) >= longest:
-            why = f"the prompt has {len(tokens):,} tokens, and model.seq {longest:,} leaves no room for an answer"
+    def requests(self, prompts: Sequence[Prompt], *, seed: int | None = None, **changes: Any) -> list[TextRequest]:
+        """The requests of prompts, texts or tokens: `samples` for each, in order. changes: keys of the section `generate:`.
+
+        Raises InputError, also for a prompt that leaves no room for an answer.
+        """
+        config = self.settings(**changes)
+        seed = self.seed if seed is None else seed
+        firsts = [self._request(prompt, config, seed) for prompt in prompts]
+        numbers = ((request, n * config.samples + k) for n, request in enumerate(firsts) for k in range(config.samples))
+        return [replace(request, number=number) for request, number in numbers]
+
+    def _request(self, prompt: Prompt, config: GenerateConfig, seed: int) -> TextRequest:
+        tokens, vocab = self._encoded(prompt) if isinstance(prompt, str) else [*prompt], self._programs.vocab
+        if len(tokens) >= self.longest:
+            why = f"the prompt has {len(tokens):,} tokens, and model.seq {self.longest:,} leaves no room for an answer"
             raise InputError([f"{why}. Shorten it, or raise model.seq if the model's positions are rotary"])
         if wrong := [token for token in tokens if not 0 <= token < vocab]:
             raise InputError([f"the prompt has the token {wrong[0]}, but model.vocab is {vocab:,}"])
         drawing = Drawing(**{key.name: getattr(config, key.name) for key in fields(Drawing)})
-        seed = self.seed if seed is None else seed
-        return TextRequest(tokens=tokens or [0], limit=config.tokens, drawing=drawing, seed=seed, number=number, ends=self._ends)
-
-    def text(self, request: TextRequest, stop: Sequence[str]) -> Text:
-        """The text of a request's answer, before its first token."""
-        return Text(self._decoded, request.tokens, stop)
+        return TextRequest(tokens=tokens or [0], limit=config.tokens, drawing=drawing, seed=seed, ends=self._ends, stop=config.stop)
 
     def pieces(self, prompts: Sequence[Prompt], *, seed: int | None = None, **changes: Any) -> Iterator[NewText]:
         """The answers to prompts as they are written, token by token. changes: keys of the section `generate:`. Raises InputError."""
         config = self.settings(**changes)
-        numbers = [(n, sample) for n in range(len(prompts)) for sample in range(config.samples)]
         # All of them first, so that a wrong one is reported before any text.
-        waiting = deque(
-            (self.request(prompts[n], config, seed=seed, number=n * config.samples + sample), Completion(number=(n, sample)))
-            for n, sample in numbers
-        )
-        batch, open_answers = self.batch(min(config.batch, len(waiting) or 1)), dict[TextRequest, tuple[Completion, Text]]()
-        while waiting or batch.is_busy:
-            admitted = [waiting.popleft() for _ in range(min(len(waiting), batch.num_free))]
-            open_answers |= {request: (answer, self.text(request, config.stop)) for request, answer in admitted}
-            for made in [*batch.admit([request for request, _ in admitted]), *batch.step()]:
-                if made.request in open_answers:
-                    answer, text = open_answers[made.request]
-                    is_end = made.token in made.request.ends
-                    new = "" if is_end else text.add(made.token)
-                    if made.reason or text.is_stopped:
-                        new += text.end()
-                        answer.reason = "stop" if text.is_stopped or is_end else "length"
-                        batch.release(made.request)
-                        del open_answers[made.request]
-                    answer.tokens.append(made.token)
-                    answer.logprobs.append(made.log)
-                    answer.text += new
-                    yield NewText(answer, new)
+        waiting = deque(self.requests(prompts, seed=seed, **changes))
+        answers = {request: Completion(number=divmod(request.number, config.samples)) for request in waiting}
+        writer = self.writer(min(config.batch, len(waiting) or 1))
+        while waiting or writer.batch.is_busy:
+            for token, text, reason in writer.write([waiting.popleft() for _ in range(min(len(waiting), writer.batch.num_free))]):
+                answer = answers[token.request]
+                answer.tokens.append(token.token)
+                answer.logprobs.append(token.log)
+                answer.text += text
+                answer.reason = reason
+                yield NewText(answer, text)
 
     def answers(self, prompts: Sequence[Prompt], *, seed: int | None = None, **changes: Any) -> list[Completion]:
         """The whole answers to prompts, in their order; `samples` to each. Raises InputError."""
@@ -168,12 +165,6 @@ def programs_of(setup: Setup, *, known: int | None = None, gathers: bool = False
         pads=bool(setup.storage.padded),
         gathers=gathers,
     )
-
-
-def encoded_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The tokens of a text with those that begin every text, unless it has them already, as the text of a chat template may."""
-    tokens, beginning = tokenizer.encode(text), [*tokenizer.special.beginning]
-    return tokens if tokens[: len(beginning)] == beginning else [*beginning, *tokens]
 
 
 def sample_text(setup: Setup, state: State, data: Data) -> str:

@@ -87,6 +87,12 @@ def load_model(
     return _published(setup, folder) if is_published else _trained(setup, Path(path))
 
 
+def load_writer(path: str, overrides: Sequence[str], code: Sequence[str]) -> Loaded:
+    """The model of a command that lets it write: on the mesh of the overrides, or else on one device. Raises InputError."""
+    on_mesh = any(override.partition("=")[0].partition(".")[0] == "mesh" for override in overrides)
+    return load_model(path, overrides, code=code, sharded=on_mesh, generates=True)
+
+
 def _folder(name: str) -> tuple[Path, bool]:
     """The run directory around a path, or the folder of a published model, and whether it is one. Raises InputError."""
     path = Path(name.removeprefix(_PUBLISHED))

@@ -22,7 +22,7 @@ ORIGIN = "origin"
 DESCRIPTION, _TOKENIZER = "config.json", "tokenizer.json"
 _OTHERS = words(
     f"generation_config.json {_TOKENIZER} tokenizer_config.json special_tokens_map.json tokenizer.model vocab.json merges.txt "
-    "added_tokens.json chat_template.jinja"
+    "added_tokens.json chat_template.jinja chat_template.json"
 )
 _MOST_BYTES = 1 << 28
 
