@@ -340,6 +340,12 @@ def test_only_the_harness_is_about_lm_eval():
     assert offenders("train", "lm_eval", allowed=["train/evaluate/harness.py"]) == []
 
 
+def test_only_these_serve_and_write_by_templates():
+    assert offenders("train", "starlette", allowed=["train/serve/app.py"]) == []
+    assert offenders("train", "uvicorn", allowed=["train/serve/server.py"]) == []
+    assert offenders("train", "jinja2", allowed=["train/data/template.py"]) == []
+
+
 def test_only_these_draw():
     assert (
         offenders(

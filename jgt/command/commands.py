@@ -90,6 +90,7 @@ _OWN = {
         make_parser="export_parser",
     ),
     "generate": Command(purpose="continue texts with the model of a run or a published one", module=".commands.generate"),
+    "serve": Command(purpose="serve a model by the HTTP API of OpenAI, to try it", module=".serve.__main__", outlives_reader=True),
     "calibrate": Command(purpose="measure the devices of this machine, for the times of plans", module="jgt.planner.calibrate.__main__"),
     "schedule": Command(purpose="show and compare pipeline schedules", module="jgt.schedule.__main__"),
     "schema": Command(purpose="print the JSON Schema of run files or rules files, for editors", module=".config.schema"),

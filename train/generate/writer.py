@@ -14,7 +14,7 @@ from .batch import TextBatch, TextRequest, Token
 from .text import Text
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A new token of a request, and the text that is certain since then. reason: `stop` or `length` for the last one; otherwise empty."""
 
     token: Token
@@ -29,7 +29,7 @@ class TextWriter:
         self.batch, self._decode = batch, decode
         self._texts: dict[TextRequest, Text] = {}
 
-    def write(self, joining: Sequence[TextRequest] = ()) -> list[Piece]:
+    def write(self, joining: Sequence[TextRequest] = ()) -> list[TextPiece]:
         """Lets requests join, at most `batch.num_free`, and writes one more token of each request; two of those that join."""
         self._texts |= {request: Text(self._decode, request.tokens, request.stop) for request in joining}
         tokens = [*self.batch.admit(joining), *self.batch.step()]
@@ -41,11 +41,11 @@ class TextWriter:
         self.batch.release(request)
         self._texts.pop(request, None)
 
-    def _piece(self, token: Token) -> Piece:
+    def _piece(self, token: Token) -> TextPiece:
         text, is_end = self._texts[token.request], token.token in token.request.ends
         new = "" if is_end else text.add(token.token)
         if not (token.reason or text.is_stopped):
-            return Piece(token, new, "")
+            return TextPiece(token, new, "")
         new += text.end()
         self.release(token.request)
-        return Piece(token, new, "stop" if text.is_stopped or is_end else "length")
+        return TextPiece(token, new, "stop" if text.is_stopped or is_end else "length")

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 import jgt
+from train.commands.generate import _prompts_of
 from train.data.tokenizer import ByteTokenizer, open_tokenizer
 from train.generate.chat import Chat
-from train.commands.generate import _prompts_of
 
 TOKENIZER = Path(__file__).parents[2] / "goldens" / "tokenizers"
 PLAIN = Chat(tokenizer=ByteTokenizer(), template=None)
