@@ -1,5 +1,6 @@
 """Runs that are killed with SIGKILL while they export: all that they export is whole, and is what the unbroken run exports."""
 
+import contextlib
 import json
 import os
 import random
@@ -26,13 +27,16 @@ RULES = {
 }
 SLOWLY = """
 import time
+from pathlib import Path
 from train.weights import writing
 
-plain = writing._write
+plain, begun = writing._write, Path({begun!r})
 
-def slowly(*arguments):
-    time.sleep(0.02)
-    plain(*arguments)
+def slowly(place, *arguments):
+    if place.file.parent.name == "{step}.writing":
+        begun.touch()
+        time.sleep({seconds})
+    plain(place, *arguments)
 
 writing._write = slowly
 """
@@ -77,12 +81,24 @@ class Job:
         commands = [[str(self.folder / "run.yaml"), *(flags(port, count, i) if count > 1 else [])] for i in range(count)]
         return Processes(self.folder, commands, self.folder, nursery=self._nursery, first=dict.fromkeys(range(count), first))
 
-    def kill(self, first, ready):
-        with self.start(first) as processes:
-            ready()
+    @contextlib.contextmanager
+    def exporting(self, step, seconds):
+        """A start that exports a step. Each tensor takes so many seconds."""
+        begun = self.folder / "begun"
+        # A folder that a killed start was writing is there from the beginning.
+        begun.unlink(missing_ok=True)
+        with self.start(SLOWLY.format(begun=str(begun), step=step, seconds=seconds)) as processes:
+            wait_for_path(begun)
+            yield processes
+
+    def kill(self, step, seconds):
+        """Kills all processes some seconds after the export of a step has begun."""
+        with self.exporting(step, 0.2) as processes:
+            time.sleep(seconds)
             for process in range(self._count):
                 processes.send(process, signal.SIGKILL)
-            processes.wait_all()
+            assert processes.wait_all() == [-signal.SIGKILL] * self._count
+        assert (self.folder / "exports" / f"{step}.writing").is_dir()
 
     def end(self):
         with self.start() as processes:
@@ -95,13 +111,8 @@ def killed(request, nursery, tmp_path_factory):
     """The folders of an unbroken run and of one that was killed while it exported, and later."""
     folder, chance = tmp_path_factory.mktemp("runs"), random.Random(request.param)
     straight, broken = (Job(nursery, folder / name, request.param) for name in ("straight", "broken"))
-
-    def exporting(step):
-        wait_for_path(broken.folder / "exports" / f"{step}.writing")
-        time.sleep(chance.uniform(0, 0.8))
-
     for step in (10, 10, 20):
-        broken.kill(SLOWLY, lambda step=step: exporting(step))
+        broken.kill(step, chance.uniform(0, 0.8))
         assert all(open_folder(path).tensors for path in (broken.folder / "exports").iterdir() if path.suffix != ".writing")
     return straight.end(), broken.end()
 
@@ -132,8 +143,7 @@ def test_transformers_loads_what_a_killed_run_exports(killed, tmp_path):
 
 def test_a_run_that_is_stopped_ends_its_export_and_the_next_start_writes_it(nursery, tmp_path):
     job = Job(nursery, tmp_path / "job", 1)
-    with job.start(SLOWLY.replace("0.02", "0.5")) as processes:
-        wait_for_path(job.folder / "exports" / "10.writing")
+    with job.exporting(10, 0.5) as processes:
         processes.send(0, signal.SIGTERM)
         assert processes.wait_all() == [0], processes.output(0)
     assert names(job.folder / "exports") == []
