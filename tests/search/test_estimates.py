@@ -27,8 +27,8 @@ def layout(rules, *mesh, remat="matmuls", accumulate=1, rows=1, **options):
     return replace(one, **options)
 
 
-def figures(*space):
-    estimator = Estimator(STEP, TARGET, space)
+def figures(*space, step=STEP):
+    estimator = Estimator(step, TARGET, space)
     return [(estimator.estimate(index).seconds, estimator.estimate(index).peak_bytes) for index in range(len(space))]
 
 
@@ -82,6 +82,16 @@ def test_what_is_split_over_more_devices_takes_less_memory():
     none, matmuls, block = (figures(layout("fsdp", ("fsdp", 32), remat=remat))[0] for remat in ("none", "matmuls", "block"))
     assert none[1] > matmuls[1] > block[1]
     assert none[0] < block[0]
+
+
+def test_frozen_parameters_have_no_gradients():
+    frozen = replace(STEP, trained=0.0)
+    for one, gradients in zip(LAYOUTS[:3], (8e9 * 4 / 32, 8e9 * 8, 8e9 * 8 / 8), strict=True):
+        (seconds, peak), (fewer, less) = figures(one)[0], figures(one, step=frozen)[0]
+        assert peak - less == pytest.approx(gradients)
+        assert fewer < seconds
+    replicated = layout("replicated", ("data", 32))
+    assert float(link_seconds(frozen, TARGET, [replicated], Columns([replicated], 32))["sums"][0]) < 1e-3
 
 
 def test_a_ring_over_hosts_uses_one_port_of_a_host():

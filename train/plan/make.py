@@ -170,6 +170,7 @@ def _of_plan(plan: Mapping[str, Any]) -> Answer:
         model_flops=plan["model_flops_per_device"],
         parameter_bytes=sum(p["local_bytes"] for p in plan["parameters"]),
         parameters=sum(math.prod(p["shape"]) for p in plan["parameters"]),
+        trained=sum(math.prod(p["shape"]) for p in plan["parameters"] if p["gradient_bytes"]),
         exposed={axes: ms / 1e3 for axes, ms in plan["exposed_ms"].items()},
         parts={part: ms / 1e3 for part, ms in plan["parts_ms"].items()},
         warnings=tuple(plan["warnings"]),

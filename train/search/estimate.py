@@ -49,13 +49,14 @@ _LAYERS = 32
 class Step:
     """Figures of a model's step that no mesh changes.
 
-    flops: the FLOPs of all devices. parameters: the number of parameters. state_bytes: the bytes of parameters and optimizer state.
-    layer_bytes: the bytes that `block` keeps of one row of the batch. layers: the number of layers; None if the model does not say it.
-    logits_bytes: the f32 bytes of the logits of one row.
+    flops: the FLOPs of all devices. parameters: the number of parameters. trained: the share of them that has gradients. state_bytes: the
+    bytes of parameters and optimizer state. layer_bytes: the bytes that `block` keeps of one row of the batch. layers: the number of
+    layers; None if the model does not say it. logits_bytes: the f32 bytes of the logits of one row.
     """
 
     flops: float
     parameters: float
+    trained: float = 1.0
     state_bytes: float
     layer_bytes: float
     layers: int | None
@@ -68,10 +69,13 @@ class Step:
         devices = candidate.size(axis for axis, _ in candidate.mesh)
         # Without their number: parameters are f32, as the trainer stores them, and split over all axes that do not hold copies.
         parameters = plan.parameters or plan.parameter_bytes * devices / candidate.size(candidate.roles.copies) / WIDE
+        trained = (plan.trained or parameters) / parameters
+        width = WIDE * trained + (BYTES if model.base_dtype == "bf16" else WIDE) * (1 - trained)
         return cls(
             flops=plan.model_flops * devices * parts,
             parameters=parameters,
-            state_bytes=plan.args_bytes / plan.parameter_bytes * parameters * WIDE,
+            trained=trained,
+            state_bytes=plan.args_bytes / plan.parameter_bytes * parameters * width,
             layer_bytes=plan.activations / candidate.rows * candidate.num_stages,
             layers=getattr(model, "layers", None),
             logits_bytes=WIDE * (model.seq or 1) * (model.vocab or 1),
@@ -144,12 +148,13 @@ def _peak_bytes(step: Step, c: Columns) -> Numbers:
     between = np.where(c.sequence, c.tensor, 1)
     kept = c.kept * inputs / c.tensor + np.where(c.kept > 0, 2, 0) * inputs * (1 / between - 1 / c.tensor)
     # Sums over the parts of a batch are there beside the gradients of a part.
-    gradients = np.where(c.whole, whole * (BYTES + 2 * WIDE), local * WIDE * np.where(c.parts > 1, 2, 1))
+    gradients = step.trained * WIDE * np.where(c.whole, 2 * whole, local * np.where(c.parts > 1, 2, 1))
+    read = np.where(c.whole, BYTES * whole, 0)
     state = step.state_bytes / c.split / c.state * c.uneven + 5e8
     one_layer = 4 * BYTES * whole * c.stages / layers + _WORK * step.layer_bytes / layers * c.rows / c.tensor
     # The trainer computes logits in as many parts as make one of them at most 1 GiB.
     logits = _LOGITS * np.minimum(step.logits_bytes * c.rows / c.tensor / c.stages, 2**30)
-    return state + gradients + inputs / between + kept + one_layer + logits
+    return state + gradients + read + inputs / between + kept + one_layer + logits
 
 
 def link_seconds(step: Step, target: Target, space: Sequence[Candidate], c: Columns) -> dict[str, Numbers]:
@@ -161,7 +166,8 @@ def link_seconds(step: Step, target: Target, space: Sequence[Candidate], c: Colu
     # In a pipeline gradients are f32: they are summed over microbatches first.
     wide = np.where(c.stages > 1, WIDE / BYTES, 1)
     # Gathered for the forward and the backward pass, and the gradients scattered.
-    copies = np.where(c.layered | ((c.stages == 1) & (c.parts == 1)), 4, 3)
+    gathers = np.where(c.whole, 1, 2)
+    copies = gathers + step.trained * (np.where(c.layered | ((c.stages == 1) & (c.parts == 1)), 4, 3) - gathers)
     # Both directions in each tick, also where a stage idles.
     ticks = c.parts * c.virtual / (1 - c.bubble)
     kinds: dict[str, tuple[Callable[[Candidate], tuple[str, ...]], Numbers | float, Numbers]] = {
@@ -170,7 +176,7 @@ def link_seconds(step: Step, target: Target, space: Sequence[Candidate], c: Colu
             copies * np.where(c.whole, 1, layers * passes),
             copies * passes * weights * (c.weights - 1) / c.weights,
         ),
-        "sums": (lambda one: one.roles.copies, 1.0, 2 * wide * weights / c.weights * (c.copies - 1) / c.copies),
+        "sums": (lambda one: one.roles.copies, 1.0, 2 * step.trained * wide * weights / c.weights * (c.copies - 1) / c.copies),
         # Two matmul pairs of a layer, each with a gather and a scatter, forward and backward, and what is computed again.
         "tensor": (lambda one: one.roles.tensor, 12 * layers * c.parts, 12 * rows * c.uneven * (c.tensor - 1) / c.tensor),
         "stage": (

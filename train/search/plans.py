@@ -66,8 +66,9 @@ class RunFile:
 class Answer:
     """The figures of a plan. Bytes and seconds are one device's in a step. problems: why there is no plan.
 
-    parameters: the number of parameters on all devices together. activations: what the forward pass leaves for the backward pass. exposed:
-    seconds of waiting, by axes. parts: the seconds by what they are spent on, as in a plan's `parts_ms`.
+    parameters: the number of parameters on all devices together. trained: how many of them have gradients. activations: what the forward
+    pass leaves for the backward pass. exposed: seconds of waiting, by axes. parts: the seconds by what they are spent on, as in a plan's
+    `parts_ms`.
     """
 
     seconds: float = 0.0
@@ -79,6 +80,7 @@ class Answer:
     model_flops: float = 0.0
     parameter_bytes: int = 0
     parameters: int = 0
+    trained: int = 0
     exposed: dict[str, float] | None = None
     parts: dict[str, float] | None = None
     warnings: tuple[str, ...] = ()
