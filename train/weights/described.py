@@ -15,7 +15,8 @@ from typing import Any
 from jgt.document import InputError, Node, nearest, path_problem, shown
 
 from ..models.config import ModelConfig
-from .families import FAMILIES, Family, words
+from .families import FAMILIES
+from .family import Family, words
 from .foreign import inside, read_json
 
 MOST_BYTES = 1 << 20
@@ -30,8 +31,8 @@ _WITHOUT_EFFECT = words(
     "chunk_size_feed_forward classifier_dropout cross_attention_hidden_size decoder_start_token_id do_sample dtype embd_pdrop "
     "embed_pdrop embedding_dropout eos_token_id ep_size finetuning_task gradient_checkpointing hidden_dropout hidden_dropout_prob "
     "id2label initializer_factor initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id max_length "
-    "min_length model_type n_ctx output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type "
-    "resid_dropout resid_pdrop return_dict rope_dim router_aux_loss_coef router_jitter_noise sep_token_id "
+    "min_length model_max_length model_type n_ctx output_attentions output_hidden_states output_router_logits pad_token_id "
+    "pretraining_tp problem_type resid_dropout resid_pdrop return_dict rope_dim router_aux_loss_coef router_jitter_noise sep_token_id "
     "summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params temperature "
     "tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version unk_token_id use_bfloat16 use_cache "
     "use_return_dict"
@@ -141,7 +142,7 @@ def described_by(config: Mapping[str, Any], file: Path) -> Described:
     if family is None:
         raise InputError([f"{file}: model_type: {shown(kind)} is not known. {nearest(str(kind), FAMILIES)}"])
     keys = Keys(config, read={"model_type"})
-    options = family.options(keys)
+    options = family.read(keys)
     keys.refuse_others()
     if keys.problems:
         raise InputError([f"{file}: {problem}" for problem in keys.problems])

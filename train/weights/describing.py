@@ -1,4 +1,4 @@
-"""A decoder's options written as the config.json of a family: the reverse of `readings`, for models that began from nothing.
+"""A decoder's options written as the config.json of a family: the reverse of `families`, for models that began from nothing.
 
 No family has a function of its own for it. All keys that families have for the model's options are written, each family reads them, and
 the first one that reads the very same model back is the model's. Its config.json has the keys that it has read. So a key that is written
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,21 +19,12 @@ from jgt.document import InputError, Node, bind, shown
 from ..models.config import ModelConfig
 from ..models.options import RopeScaling
 from .described import Described, Keys, described_by
-from .families import FAMILIES, words
+from .families import FAMILIES
+from .family import words
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
-# Keys that transformers' class of a family does not have, though `readings` would take them.
-_ONLY: Mapping[str, frozenset[str]] = {
-    "layer_types": words("ministral qwen2 qwen3 gemma2 gemma3_text olmo3 smollm3"),
-    "partial_rotary_factor": words("phi phi3 glm4 stablelm"),
-    "num_local_experts": words("mixtral"),
-    "num_experts": words("qwen3_moe"),
-    "original_max_position_embeddings": words("phi3"),
-    "head_dim": frozenset(FAMILIES) - words("cohere gpt_neox phi stablelm gpt2"),
-    "num_key_value_heads": frozenset(FAMILIES) - words("gpt_neox gpt2"),
-    # Its layers with a window are not scaled.
-    "rope_scaling": frozenset(FAMILIES) - words("olmo3"),
-}
+_RARE = words("layer_types partial_rotary_factor num_local_experts num_experts original_max_position_embeddings")
+"""Keys that the classes of few families have, though others would read them."""
 _ALWAYS_WINDOWED = words("gemma2 gemma3_text")
 """Families whose class needs the size of a window, even where no layer has one."""
 _TYPES = {True: "full_attention", False: "sliding_attention"}
@@ -46,11 +37,13 @@ def described_as_family(config: ModelConfig, where: Callable[[str], str]) -> Des
     written = _written(config)
     nearest: tuple[str, dict[str, Any]] | None = None
     for name, family in FAMILIES.items():
-        keys = {key: value for key, value in written.items() if name in _ONLY.get(key, FAMILIES)}
+        keys = {**written, **family.writes(config)}
+        for key in (_RARE - family.has) | family.lacks:
+            keys.pop(key, None)
         if config.window is None and name in _ALWAYS_WINDOWED:
             del keys["sliding_window"]
         read = Keys(keys)
-        family.options(read)
+        family.read(read)
         values = {"model_type": name, "architectures": [family.architecture]} | {k: v for k, v in keys.items() if k in read.read}
         # Without these, transformers takes ids of the published models.
         values |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -115,41 +108,33 @@ def _width(config: ModelConfig) -> int:
 
 
 def _written(c: ModelConfig) -> dict[str, Any]:
-    """All keys of all families for a model's options. A value of None is written as null."""
+    """The keys of a model's options that several families have. A value of None is written as null."""
     activation, has_window = _ACTIVATIONS[c.activation], c.window is not None
     scale, scaling = c.attention_scale or c.head_size**-0.5, c.rope_scaling
     eps = ("layer_norm_eps", "layer_norm_epsilon") if c.norm.startswith("layer") else ("rms_norm_eps",)
     values = {
-        **dict.fromkeys(("num_hidden_layers", "n_layer"), c.layers),
-        **dict.fromkeys(("hidden_size", "n_embd"), c.embed),
-        **dict.fromkeys(("num_attention_heads", "n_head"), c.heads),
-        **dict.fromkeys(("max_position_embeddings", "n_positions"), c.seq),
-        **dict.fromkeys(("intermediate_size", "n_inner"), _width(c)),
+        "num_hidden_layers": c.layers,
+        "hidden_size": c.embed,
+        "num_attention_heads": c.heads,
+        "max_position_embeddings": c.seq,
+        "intermediate_size": _width(c),
         **dict.fromkeys(("hidden_act", "hidden_activation", "activation_function"), activation),
-        **dict.fromkeys(("rotary_pct", "partial_rotary_factor"), c.rope_share),
-        **dict.fromkeys(("rope_theta", "rotary_emb_base"), c.rope_theta),
+        "partial_rotary_factor": c.rope_share,
+        "rope_theta": c.rope_theta,
         **dict.fromkeys(eps, c.norm_eps),
         "num_key_value_heads": c.num_kv_heads,
         "head_dim": c.head_size,
         "vocab_size": c.vocab,
         "tie_word_embeddings": c.tied,
-        "rope_local_base_freq": c.window_theta or c.rope_theta,
         "attention_bias": "qkv" in c.biases,
-        "use_qkv_bias": "qkv" in c.biases,
         "mlp_bias": "mlp" in c.biases,
         "use_parallel_residual": c.parallel is not None,
         "sliding_window": c.window,
         "use_sliding_window": has_window,
         "layer_types": [_TYPES[not has_window or n in c.full_layers] for n in range(c.layers)],
-        "no_rope_layers": [int(n not in c.unrotated_layers) for n in range(c.layers)],
         "attn_logit_softcapping": c.attention_softcap,
         "final_logit_softcapping": c.logits_softcap,
         "query_pre_attn_scalar": _whole(scale**-2),
-        "attention_multiplier": scale,
-        "embedding_multiplier": c.embed_scale,
-        "residual_multiplier": c.residual_scale,
-        "logits_scaling": 1 / c.logits_scale,
-        "logit_scale": c.logits_scale,
     }
     if c.experts is not None:
         values |= dict.fromkeys(("num_local_experts", "num_experts"), c.experts.count) | {"num_experts_per_tok": c.experts.choose}

@@ -1,174 +1,175 @@
 """The families of published models, a row for each `model_type`: the options that its config.json means, and the names of its tensors.
 
-The options are read by functions in `readings.py`. `names` are additions to the names of
-Llama, which most families share: from a parameter of the model, with {l} for the layer and {e} for the expert, to a tensor.
+`names` are additions to the names of Llama (`names.py`), which most families share: from a module to its tensors, whose names end in
+`weight` or `bias`. Modules with the name of one tensor are its rows, one after another.
 
-    "mlp_norm/scale": "post_attention_layernorm.weight"        a parameter of a layer; its tensor has the prefix of the layer
-    "attn/{q,k,v}_proj/kernel": "self_attn.qkv_proj.weight"    several parameters are rows of one tensor, one after another
+    "mlp_norm": "post_attention_layernorm"                 a module of a layer; its tensors have the prefix of the layer
+    "attn/{q,k,v}_proj": "self_attn.qkv_proj"              three modules in one tensor
+    "moe/experts/up": "mlp.experts.{e}.up_proj.weight"     a parameter by its whole path; {e} is the expert
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
-from . import readings
+from .family import QKV, Family, attention_biases, experts, shared, windows, words
+from .layer_norms import LAYER_NORMS
 
-Read = Callable[[Any], dict[str, Any]]
-
-
-def words(text: str) -> frozenset[str]:
-    """The words of a text."""
-    return frozenset(text.split())
+_FUSED_MLP = dict.fromkeys(("mlp/gate_proj", "mlp/up_proj"), "mlp.gate_up_proj")
+_TWO_NORMS = {"attn_post": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm", "mlp_post": "post_feedforward_layernorm"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """One family of models.
-
-    options: reads config.json. architecture: the class of transformers. names: tensors that have other names than Llama's. layer: the
-    prefix of a layer's tensors. by_head: whether the tensor of q, k and v has the outputs of each head together. are_kernels_transposed:
-    whether a kernel [in, out] is stored as [out, in]. skipped: the ends of names of tensors to ignore.
-    """
-
-    options: Read
-    architecture: str = ""
-    names: Mapping[str, str] = field(default_factory=dict[str, str])
-    layer: str = "model.layers.{l}."
-    by_head: bool = False
-    are_kernels_transposed: bool = True
-    skipped: tuple[str, ...] = ("rotary_emb.inv_freq",)
+def _expert_names(prefix: str, gate: str, up: str, down: str) -> dict[str, str]:
+    names = {"gate": gate, "up": up, "down": down}
+    matrices = {f"moe/experts/{ours}": f"{prefix}.experts.{{e}}.{theirs}.weight" for ours, theirs in names.items()}
+    return {**matrices, "moe/router": f"{prefix}.gate"}
 
 
-LLAMA_NAMES = {
-    "embed/embedding": "model.embed_tokens.weight",
-    "norm/scale": "model.norm.weight",
-    "norm/bias": "model.norm.bias",
-    "head/unembedding": "lm_head.weight",
-    "attn_norm/scale": "input_layernorm.weight",
-    "attn_norm/bias": "input_layernorm.bias",
-    "attn/q_proj/kernel": "self_attn.q_proj.weight",
-    "attn/k_proj/kernel": "self_attn.k_proj.weight",
-    "attn/v_proj/kernel": "self_attn.v_proj.weight",
-    "attn/out/kernel": "self_attn.o_proj.weight",
-    "attn/q_proj/bias": "self_attn.q_proj.bias",
-    "attn/k_proj/bias": "self_attn.k_proj.bias",
-    "attn/v_proj/bias": "self_attn.v_proj.bias",
-    "attn/out/bias": "self_attn.o_proj.bias",
-    "attn/q_norm/scale": "self_attn.q_norm.weight",
-    "attn/k_norm/scale": "self_attn.k_norm.weight",
-    "mlp_norm/scale": "post_attention_layernorm.weight",
-    "mlp_norm/bias": "post_attention_layernorm.bias",
-    "mlp/gate_proj/kernel": "mlp.gate_proj.weight",
-    "mlp/up_proj/kernel": "mlp.up_proj.weight",
-    "mlp/down/kernel": "mlp.down_proj.weight",
-    "mlp/gate_proj/bias": "mlp.gate_proj.bias",
-    "mlp/up_proj/bias": "mlp.up_proj.bias",
-    "mlp/down/bias": "mlp.down_proj.bias",
-}
-_QKV = ("attn/q_proj/{}", "attn/k_proj/{}", "attn/v_proj/{}")
-_FUSED_MLP = {"mlp/gate_proj/kernel": "mlp.gate_up_proj.weight", "mlp/up_proj/kernel": "mlp.gate_up_proj.weight"}
-_FUSED_QKV = dict.fromkeys((name.format("kernel") for name in _QKV), "self_attn.qkv_proj.weight")
-_TWO_NORMS = {
-    "attn_post/scale": "post_attention_layernorm.weight",
-    "mlp_norm/scale": "pre_feedforward_layernorm.weight",
-    "mlp_post/scale": "post_feedforward_layernorm.weight",
-}
+def _llama(k: Any) -> dict[str, Any]:
+    return {**shared(k), "biases": attention_biases(k) + (["mlp"] if k.get("mlp_bias", False) else [])}
 
 
-def _experts(prefix: str, gate: str, up: str, down: str) -> dict[str, str]:
-    names = {"router/kernel": "gate.weight"}
-    names |= {f"experts/{ours}": f"experts.{{e}}.{theirs}.weight" for ours, theirs in (("gate", gate), ("up", up), ("down", down))}
-    return {f"moe/{ours}": f"{prefix}.{theirs}" for ours, theirs in names.items()}
+def _mistral(k: Any) -> dict[str, Any]:
+    return {**shared(k), **windows(k, k.get("sliding_window"))}
 
 
-_QWEN_MOE = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+def _qwen(k: Any) -> dict[str, Any]:
+    # Published files have a window that is not used.
+    first, size = k.get("max_window_layers", 0), k.get("sliding_window")
+    size = size if k.get("use_sliding_window", False) else None
+    return {**shared(k), **windows(k, size, lambda n: size is None or n < first)}
+
+
+def _qwen3(k: Any) -> dict[str, Any]:
+    return {**_qwen(k), "biases": attention_biases(k), "qk_norm": "head"}
+
+
+def _qwen3_moe(k: Any) -> dict[str, Any]:
+    k.require("norm_topk_prob", True, default=False)
+    count = "num_local_experts" if "num_local_experts" in k.values else "num_experts"
+    return {**_qwen3(k), **experts(k, count, ffn=k.need("moe_intermediate_size"))}
+
+
+def _gemma(k: Any) -> dict[str, Any]:
+    # Old files say gelu and mean its approximation, as `hidden_activation` of later ones says.
+    k.ignore("hidden_activation")
+    made = shared(k, tied=True, activation="gelu_pytorch_tanh", head_dim=256)
+    return {**made, "activation": "gelu_tanh", "norm": "rms_plus_one", "embed_scale": float(k.need("hidden_size")) ** 0.5}
+
+
+def _gemma2(k: Any) -> dict[str, Any]:
+    return {
+        **_gemma(k),
+        **windows(k, k.get("sliding_window", 4096), lambda n: n % 2 == 1),
+        "norm_place": "both",
+        "attention_scale": k.get("query_pre_attn_scalar", 256) ** -0.5,
+        "attention_softcap": k.get("attn_logit_softcapping"),
+        "logits_softcap": k.get("final_logit_softcapping"),
+    }
+
+
+def _gemma3(k: Any) -> dict[str, Any]:
+    period = k.get("sliding_window_pattern", k.get("_sliding_window_pattern", 6))
+    made = {**_gemma2(k), **windows(k, k.get("sliding_window", 4096), lambda n: (n + 1) % period == 0), "qk_norm": "head"}
+    if "rope_parameters" not in k.values:
+        made |= {"rope_theta": k.get("rope_theta", 1_000_000.0), "window_theta": k.get("rope_local_base_freq", 10_000.0)}
+    return made if "window" in made else {**made, "window_theta": None}
+
+
+def _olmo2(k: Any) -> dict[str, Any]:
+    return {**shared(k), "norm_place": "after", "qk_norm": "all"}
+
+
+def _smollm3(k: Any) -> dict[str, Any]:
+    k.ignore("sliding_window", "max_window_layers", "layer_types")
+    interval = k.get("no_rope_layer_interval", 4)
+    # 1 for a layer with positions, 0 for one without.
+    rotates = k.by_layer("no_rope_layers", lambda n: int((n + 1) % interval != 0))
+    return {**_llama(k), "unrotated_layers": [n for n, one in enumerate(rotates) if not one]}
+
+
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(options=readings.llama, architecture="LlamaForCausalLM"),
-    "mistral": Family(options=readings.mistral, architecture="MistralForCausalLM"),
-    "ministral": Family(options=readings.mistral, architecture="MinistralForCausalLM"),
-    "mixtral": Family(options=readings.mixtral, architecture="MixtralForCausalLM", names=_experts("block_sparse_moe", "w1", "w3", "w2")),
-    "qwen2": Family(options=readings.qwen2, architecture="Qwen2ForCausalLM"),
-    "qwen3": Family(options=readings.qwen3, architecture="Qwen3ForCausalLM"),
-    "qwen3_moe": Family(options=readings.qwen3_moe, architecture="Qwen3MoeForCausalLM", names=_QWEN_MOE),
-    "gemma": Family(options=readings.gemma, architecture="GemmaForCausalLM"),
-    "gemma2": Family(options=readings.gemma2, architecture="Gemma2ForCausalLM", names=_TWO_NORMS),
-    "gemma3_text": Family(options=readings.gemma3, architecture="Gemma3ForCausalLM", names=_TWO_NORMS),
-    "phi3": Family(options=readings.phi3, architecture="Phi3ForCausalLM", names={**_FUSED_QKV, **_FUSED_MLP}),
-    "olmo2": Family(options=readings.olmo2, architecture="Olmo2ForCausalLM", names=_TWO_NORMS),
-    "olmo3": Family(options=readings.olmo3, architecture="Olmo3ForCausalLM", names=_TWO_NORMS),
-    "smollm3": Family(options=readings.smollm3, architecture="SmolLM3ForCausalLM"),
+    "llama": Family(architecture="LlamaForCausalLM", options=_llama),
+    "mistral": Family(architecture="MistralForCausalLM", options=_mistral),
+    "ministral": Family(architecture="MinistralForCausalLM", options=_mistral, has=words("layer_types")),
+    "mixtral": Family(
+        architecture="MixtralForCausalLM",
+        options=lambda k: {**_mistral(k), **experts(k, "num_local_experts")},
+        has=words("num_local_experts"),
+        names=_expert_names("block_sparse_moe", "w1", "w3", "w2"),
+    ),
+    "qwen2": Family(architecture="Qwen2ForCausalLM", options=lambda k: {**_qwen(k), "biases": ["qkv"]}, has=words("layer_types")),
+    "qwen3": Family(architecture="Qwen3ForCausalLM", options=_qwen3, has=words("layer_types")),
+    "qwen3_moe": Family(
+        architecture="Qwen3MoeForCausalLM",
+        options=_qwen3_moe,
+        only={"decoder_sparse_step": 1, "mlp_only_layers": []},
+        has=words("num_experts"),
+        names=_expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+    "gemma": Family(architecture="GemmaForCausalLM", options=_gemma, only={"attention_bias": False}),
+    "gemma2": Family(
+        architecture="Gemma2ForCausalLM", options=_gemma2, only={"attention_bias": False}, has=words("layer_types"), names=_TWO_NORMS
+    ),
+    "gemma3_text": Family(
+        architecture="Gemma3ForCausalLM",
+        options=_gemma3,
+        only={"attention_bias": False, "use_bidirectional_attention": False},
+        writes=lambda c: {"rope_local_base_freq": c.window_theta or c.rope_theta},
+        has=words("layer_types"),
+        names=_TWO_NORMS,
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        options=_mistral,
+        has=words("partial_rotary_factor original_max_position_embeddings"),
+        names={**dict.fromkeys(QKV, "self_attn.qkv_proj"), **_FUSED_MLP},
+    ),
+    "olmo2": Family(architecture="Olmo2ForCausalLM", options=_olmo2, only={"attention_bias": False}, names=_TWO_NORMS),
+    "olmo3": Family(
+        architecture="Olmo3ForCausalLM",
+        options=lambda k: {**_olmo2(k), **windows(k, k.get("sliding_window"), lambda n: (n + 1) % 4 == 0)},
+        only={"attention_bias": False},
+        has=words("layer_types"),
+        # Its layers with a window are not scaled.
+        lacks=words("rope_scaling"),
+        names=_TWO_NORMS,
+    ),
+    "smollm3": Family(
+        architecture="SmolLM3ForCausalLM",
+        options=_smollm3,
+        only={"use_sliding_window": False},
+        writes=lambda c: {"no_rope_layers": [int(n not in c.unrotated_layers) for n in range(c.layers)]},
+        has=words("layer_types"),
+    ),
     "glm4": Family(
-        options=readings.glm4,
         architecture="Glm4ForCausalLM",
-        names={**_FUSED_MLP, "attn_post/scale": "post_self_attn_layernorm.weight", "mlp_post/scale": "post_mlp_layernorm.weight"},
+        options=lambda k: {
+            **shared(k, share=0.5, head_dim=128),
+            "biases": ["qkv"] if k.get("attention_bias", False) else [],
+            "rope_pairs": "neighbours",
+            "norm_place": "both",
+        },
+        has=words("partial_rotary_factor"),
+        names={**_FUSED_MLP, "attn_post": "post_self_attn_layernorm", "mlp_post": "post_mlp_layernorm"},
     ),
-    "granite": Family(options=readings.granite, architecture="GraniteForCausalLM"),
-    "gpt_neox": Family(
-        options=readings.neox,
-        architecture="GPTNeoXForCausalLM",
-        layer="gpt_neox.layers.{l}.",
-        by_head=True,
-        skipped=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
-        names={
-            **{
-                name.format(part): f"attention.query_key_value.{theirs}"
-                for name in _QKV
-                for part, theirs in (("kernel", "weight"), ("bias", "bias"))
-            },
-            "attn/out/kernel": "attention.dense.weight",
-            "attn/out/bias": "attention.dense.bias",
-            "mlp/up_proj/kernel": "mlp.dense_h_to_4h.weight",
-            "mlp/up_proj/bias": "mlp.dense_h_to_4h.bias",
-            "mlp/down/kernel": "mlp.dense_4h_to_h.weight",
-            "mlp/down/bias": "mlp.dense_4h_to_h.bias",
-            "embed/embedding": "gpt_neox.embed_in.weight",
-            "norm/scale": "gpt_neox.final_layer_norm.weight",
-            "norm/bias": "gpt_neox.final_layer_norm.bias",
-            "head/unembedding": "embed_out.weight",
+    "granite": Family(
+        architecture="GraniteForCausalLM",
+        options=lambda k: {
+            **_llama(k),
+            "embed_scale": float(k.get("embedding_multiplier", 1.0)),
+            "residual_scale": float(k.get("residual_multiplier", 1.0)),
+            "attention_scale": float(k.get("attention_multiplier", 1.0)),
+            "logits_scale": 1.0 / k.get("logits_scaling", 1.0),
+        },
+        writes=lambda c: {
+            "embedding_multiplier": c.embed_scale,
+            "residual_multiplier": c.residual_scale,
+            "attention_multiplier": c.attention_scale or c.head_size**-0.5,
+            "logits_scaling": 1 / c.logits_scale,
         },
     ),
-    "phi": Family(
-        options=readings.phi,
-        architecture="PhiForCausalLM",
-        names={
-            "attn/out/kernel": "self_attn.dense.weight",
-            "attn/out/bias": "self_attn.dense.bias",
-            "mlp/up_proj/kernel": "mlp.fc1.weight",
-            "mlp/up_proj/bias": "mlp.fc1.bias",
-            "mlp/down/kernel": "mlp.fc2.weight",
-            "mlp/down/bias": "mlp.fc2.bias",
-            "norm/scale": "model.final_layernorm.weight",
-            "norm/bias": "model.final_layernorm.bias",
-            "head_bias": "lm_head.bias",
-        },
-    ),
-    "cohere": Family(options=readings.cohere, architecture="CohereForCausalLM"),
-    "stablelm": Family(options=readings.stablelm, architecture="StableLmForCausalLM"),
-    "gpt2": Family(
-        options=readings.gpt2,
-        architecture="GPT2LMHeadModel",
-        layer="transformer.h.{l}.",
-        are_kernels_transposed=False,
-        skipped=("attn.bias", "attn.masked_bias"),
-        names={
-            **{name.format(part): f"attn.c_attn.{theirs}" for name in _QKV for part, theirs in (("kernel", "weight"), ("bias", "bias"))},
-            "attn/out/kernel": "attn.c_proj.weight",
-            "attn/out/bias": "attn.c_proj.bias",
-            "attn_norm/scale": "ln_1.weight",
-            "attn_norm/bias": "ln_1.bias",
-            "mlp_norm/scale": "ln_2.weight",
-            "mlp_norm/bias": "ln_2.bias",
-            "mlp/up_proj/kernel": "mlp.c_fc.weight",
-            "mlp/up_proj/bias": "mlp.c_fc.bias",
-            "mlp/down/kernel": "mlp.c_proj.weight",
-            "mlp/down/bias": "mlp.c_proj.bias",
-            "embed/embedding": "transformer.wte.weight",
-            "positions": "transformer.wpe.weight",
-            "norm/scale": "transformer.ln_f.weight",
-            "norm/bias": "transformer.ln_f.bias",
-        },
-    ),
+    **LAYER_NORMS,
 }
-"""By `model_type`. A new family is a row here, and a function in `readings.py` if no other family's fits."""
+"""By `model_type`. A new family is a row here, or one of those with layer norms."""

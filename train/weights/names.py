@@ -15,9 +15,26 @@ import numpy as np
 
 from jgt.document import InputError
 
-from .families import LLAMA_NAMES, Family
+from .family import Family
 from .safetensors import PARAMETERS, Tensor
 
+LLAMA = {
+    "embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn/q_proj": "self_attn.q_proj",
+    "attn/k_proj": "self_attn.k_proj",
+    "attn/v_proj": "self_attn.v_proj",
+    "attn/out": "self_attn.o_proj",
+    "attn/q_norm": "self_attn.q_norm",
+    "attn/k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp/gate_proj": "mlp.gate_proj",
+    "mlp/up_proj": "mlp.up_proj",
+    "mlp/down": "mlp.down_proj",
+}
+"""The tensors of Llama's modules, as in `families.py`."""
 Shape = tuple[int, ...]
 
 
@@ -76,7 +93,9 @@ def _name(family: Family, path: str) -> str | None:
     if path in family.names:
         return family.names[path]
     inner = re.sub(r"^layers/", "", path)
-    name = family.names.get(inner) or LLAMA_NAMES.get(inner)
+    module, _, last = inner.rpartition("/")
+    found = {**LLAMA, **family.names}
+    name = found.get(inner) or (f"{found[module]}.{'bias' if last == 'bias' else 'weight'}" if module in found else None)
     return name if name is None or inner == path else family.layer + name
 
 

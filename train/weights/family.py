@@ -1,0 +1,152 @@
+"""What a family of published models is, and the options of a config.json that several families write alike.
+
+An option is a key of the model section. One whose value is None keeps its default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jgt.document import shown
+
+from ..models.config import ModelConfig
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+}
+_THETA = 10_000.0
+QKV = ("attn/q_proj", "attn/k_proj", "attn/v_proj")
+"""Modules that are one tensor in some families."""
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of models.
+
+    architecture: the class of transformers. options: reads config.json. only: keys of config.json of which jgt's models have one value.
+    writes: keys of config.json that only this family has, from a model. has: keys that few classes have, and this one. lacks: keys that
+    most classes have, but not this one. names: tensors that have other names than Llama's. layer: the
+    prefix of a layer's tensors. by_head: whether the tensor of q, k and v has the outputs of each head together. are_kernels_transposed:
+    whether a kernel [in, out] is stored as [out, in]. skipped: the ends of names of tensors to ignore.
+    """
+
+    architecture: str = ""
+    options: Callable[[Any], dict[str, Any]]
+    only: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    writes: Callable[[ModelConfig], Mapping[str, Any]] = lambda c: {}
+    has: frozenset[str] = frozenset()
+    lacks: frozenset[str] = frozenset()
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    layer: str = "model.layers.{l}."
+    by_head: bool = False
+    are_kernels_transposed: bool = True
+    skipped: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+    def read(self, k: Any) -> dict[str, Any]:
+        """The options that the keys of a config.json mean. Notes problems there."""
+        for name, value in self.only.items():
+            k.require(name, value)
+        return self.options(k)
+
+
+def shared(
+    k: Any, *, tied: bool = False, activation: str = "silu", eps: float = 1e-6, share: float | None = None, head_dim: int | None = None
+) -> dict[str, Any]:
+    """The options that nearly all families write alike. The arguments are the defaults of the family's keys."""
+    heads = k.need("num_attention_heads")
+    name = k.get("hidden_act", activation)
+    if name not in ACTIVATIONS:
+        k.problems.append(f"hidden_act: {name!r} is not supported. Supported: {', '.join(ACTIVATIONS)}")
+    return {
+        "layers": k.need("num_hidden_layers"),
+        "embed": k.need("hidden_size"),
+        "heads": heads,
+        "kv_heads": k.get("num_key_value_heads", heads),
+        "head_dim": k.get("head_dim", head_dim),
+        "ffn": k.need("intermediate_size"),
+        "vocab": k.need("vocab_size"),
+        "seq": k.get("max_position_embeddings"),
+        "norm_eps": k.get("rms_norm_eps", k.get("layer_norm_eps", k.get("layer_norm_epsilon", eps))),
+        "tied": k.get("tie_word_embeddings", tied),
+        "activation": ACTIVATIONS.get(name, "silu"),
+        **_rope(k, share),
+    }
+
+
+def _rope(k: Any, share: float | None) -> dict[str, Any]:
+    """Rotary positions, as published files write them (rope_theta, rope_scaling) or as transformers 5 does (rope_parameters)."""
+    either = k.group("rope_parameters")
+    if any(isinstance(either.values.get(kind), Mapping) for kind in ("full_attention", "sliding_attention")):
+        full, window = either.group("full_attention"), either.group("sliding_attention")
+        own, local = full.get("rope_theta", _THETA), window.get("rope_theta", _THETA)
+        made = {"rope_theta": own, "rope_share": full.get("partial_rotary_factor", share), **_scaling(k, full)}
+        window.require("rope_type", "default")
+        window.refuse_others()
+        either.refuse_others()
+        return {**made, "window_theta": local if local != own or made["rope_scaling"] else None}
+    old = k.group("rope_scaling")
+    if either.values and old.values:
+        k.problems.append("rope_parameters and rope_scaling say the same. Keep one of them")
+    source = either if either.values else old
+    made = {
+        "rope_theta": k.get("rope_theta", source.get("rope_theta", _THETA)),
+        "rope_share": k.get("partial_rotary_factor", source.get("partial_rotary_factor", share)),
+    }
+    return {**made, **_scaling(k, source)}
+
+
+def _scaling(k: Any, source: Any) -> dict[str, Any]:
+    kind = source.get("rope_type", source.get("type", "default"))
+    made: dict[str, Any] = {"kind": "longrope" if kind == "su" else kind}
+    original = source.get("original_max_position_embeddings", k.get("original_max_position_embeddings"))
+    if kind == "default":
+        made = {}
+    elif kind == "linear":
+        made["factor"] = source.need("factor")
+    elif kind == "llama3":
+        made |= {
+            "factor": source.need("factor"),
+            "low": source.need("low_freq_factor"),
+            "high": source.need("high_freq_factor"),
+            "original": original,
+        }
+    elif made["kind"] == "longrope":
+        factor = source.get("factor", (k.get("max_position_embeddings") or 1) / (original or 1))
+        made |= {"factor": factor, "original": original, "short": source.need("short_factor", []), "long": source.need("long_factor", [])}
+        made["magnitude"] = source.get("attention_factor")
+    else:
+        k.problems.append(f"rope_scaling: {kind!r} is not supported. Supported: default, linear, llama3, longrope")
+    source.refuse_others()
+    return {"rope_scaling": {name: value for name, value in made.items() if value is not None} or None}
+
+
+def windows(k: Any, size: int | None, is_full: Callable[[int], bool] = lambda n: False) -> dict[str, Any]:
+    """Layers with a window: as `layer_types` says, otherwise those that are not full by the family's rule."""
+    types = k.by_layer("layer_types", lambda n: "full_attention" if is_full(n) else "sliding_attention")
+    unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
+    if unknown:
+        k.problems.append(f"layer_types: {shown(unknown[0])} is not supported. Supported: full_attention, sliding_attention")
+    full = [n for n, kind in enumerate(types) if kind == "full_attention"]
+    return {} if size is None or len(full) == len(types) else {"window": size, "full_layers": full}
+
+
+def attention_biases(k: Any) -> list[str]:
+    """The biases of attention's four matmuls, which a family has together or not at all."""
+    return ["qkv", "out"] if k.get("attention_bias", False) else []
+
+
+def experts(k: Any, count: str, **more: Any) -> dict[str, Any]:
+    """The experts, whose number is that of a key."""
+    return {"experts": {"count": k.need(count), "choose": k.need("num_experts_per_tok"), "balance": "batch", **more}}

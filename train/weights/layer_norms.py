@@ -1,0 +1,123 @@
+"""The families of published models whose norms are layer norms: rows as in `families.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .family import ACTIVATIONS, QKV, Family, attention_biases, shared, words
+
+
+def _neox(k: Any) -> dict[str, Any]:
+    share, theta = k.get("rotary_pct"), k.get("rotary_emb_base")
+    made = shared(k, activation="gelu", eps=1e-5, share=0.25)
+    made |= {"norm": "layer", "biases": ["qkv", "out", "mlp"], "gated": False}
+    made["parallel"] = "two_norms" if k.get("use_parallel_residual", True) else None
+    return {**made, "rope_share": share or made["rope_share"], "rope_theta": theta or made["rope_theta"]}
+
+
+def _gpt2(k: Any) -> dict[str, Any]:
+    embed, activation = k.need("n_embd"), k.get("activation_function", "gelu_new")
+    k.require("activation_function", *ACTIVATIONS, default="gelu_new")
+    return {
+        "kind": "gpt",
+        "layers": k.need("n_layer"),
+        "embed": embed,
+        "heads": k.need("n_head"),
+        "ffn": k.get("n_inner", 4 * embed),
+        "vocab": k.need("vocab_size"),
+        "seq": k.need("n_positions"),
+        "norm_eps": k.get("layer_norm_epsilon", 1e-5),
+        "tied": k.get("tie_word_embeddings", True),
+        "activation": ACTIVATIONS.get(activation, "silu"),
+    }
+
+
+LAYER_NORMS: Mapping[str, Family] = {
+    "gpt_neox": Family(
+        architecture="GPTNeoXForCausalLM",
+        options=_neox,
+        only={"attention_bias": True},
+        writes=lambda c: {"rotary_pct": c.rope_share, "rotary_emb_base": c.rope_theta},
+        lacks=words("head_dim num_key_value_heads"),
+        names={
+            **dict.fromkeys(QKV, "attention.query_key_value"),
+            "attn/out": "attention.dense",
+            "mlp/up_proj": "mlp.dense_h_to_4h",
+            "mlp/down": "mlp.dense_4h_to_h",
+            "embed": "gpt_neox.embed_in",
+            "norm": "gpt_neox.final_layer_norm",
+            "head": "embed_out",
+        },
+        layer="gpt_neox.layers.{l}.",
+        by_head=True,
+        skipped=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
+    ),
+    "phi": Family(
+        architecture="PhiForCausalLM",
+        options=lambda k: {
+            **shared(k, activation="gelu_new", eps=1e-5, share=0.5),
+            "norm": "layer",
+            "biases": ["qkv", "out", "mlp", "head"],
+            "gated": False,
+            "parallel": "one_norm",
+        },
+        only={"qk_layernorm": False},
+        has=words("partial_rotary_factor"),
+        lacks=words("head_dim"),
+        names={
+            "attn/out": "self_attn.dense",
+            "mlp/up_proj": "mlp.fc1",
+            "mlp/down": "mlp.fc2",
+            "norm": "model.final_layernorm",
+            "head_bias": "lm_head.bias",
+        },
+    ),
+    "cohere": Family(
+        architecture="CohereForCausalLM",
+        options=lambda k: {
+            **shared(k, tied=True, eps=1e-5),
+            "norm": "layer_unbiased",
+            "biases": attention_biases(k),
+            "parallel": "one_norm",
+            "rope_pairs": "neighbours",
+            "logits_scale": k.get("logit_scale", 0.0625),
+        },
+        only={"use_qk_norm": False},
+        writes=lambda c: {"logit_scale": c.logits_scale},
+        lacks=words("head_dim"),
+    ),
+    "stablelm": Family(
+        architecture="StableLmForCausalLM",
+        options=lambda k: {
+            **shared(k, eps=1e-5, share=0.25),
+            "norm": "layer",
+            "biases": ["qkv"] if k.get("use_qkv_bias", False) else [],
+            "parallel": "one_norm" if k.get("use_parallel_residual", False) else None,
+        },
+        only={"qk_layernorm": False},
+        writes=lambda c: {"use_qkv_bias": "qkv" in c.biases},
+        has=words("partial_rotary_factor"),
+        lacks=words("head_dim"),
+    ),
+    "gpt2": Family(
+        architecture="GPT2LMHeadModel",
+        options=_gpt2,
+        only={"scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False, "scale_attn_weights": True},
+        writes=lambda c: {"n_layer": c.layers, "n_embd": c.embed, "n_head": c.heads, "n_positions": c.seq, "n_inner": c.ffn_size},
+        names={
+            **dict.fromkeys(QKV, "attn.c_attn"),
+            "attn/out": "attn.c_proj",
+            "attn_norm": "ln_1",
+            "mlp_norm": "ln_2",
+            "mlp/up_proj": "mlp.c_fc",
+            "mlp/down": "mlp.c_proj",
+            "embed": "transformer.wte",
+            "positions": "transformer.wpe.weight",
+            "norm": "transformer.ln_f",
+        },
+        layer="transformer.h.{l}.",
+        are_kernels_transposed=False,
+        skipped=("attn.bias", "attn.masked_bias"),
+    ),
+}
