@@ -92,7 +92,7 @@ def _main(arguments: argparse.Namespace) -> int:
     with garbage_collection_paused():
         from .compiled import programs_on_trial
         from .records.clock import process_started
-        from .run.check import dry_run
+        from .run.dry_run import dry_run
         from .run.replay import replay
         from .run.train import train
         from .run.xla import configure_xla

@@ -84,8 +84,8 @@ def open_own_data(source: OwnSource, config: OwnData, *, seed: int) -> Data:
         element=source.element,
         pads=False,
         _stack=source.stack,
-        _train=_endless(source.train, seed, 0, shuffles=config.shuffle),
-        _held_out={} if source.held_out is None else {"eval": source.held_out},
+        _train=_endless(grain.MapDataset.source(source.train), seed, 0, shuffles=config.shuffle),
+        _held_out={} if source.held_out is None else {"eval": grain.MapDataset.source(source.held_out)},
     )
 
 

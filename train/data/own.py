@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import grain
 import jax
 import numpy as np
 
@@ -33,7 +32,7 @@ from .config import OwnData
 
 _MOST_HASHED = 16
 _Answer = TypeVar("_Answer")
-_REMEDY = "Return samples with a length and an index, such as a list of dicts, or a dict of arrays (docs/own.md, Streams)"
+_REMEDY = "Return samples with a length and an index, such as a list of dicts, a dict of arrays or a MapDataset (docs/own.md, Streams)"
 _EQUAL = "All samples have the same arrays"
 
 
@@ -45,8 +44,8 @@ class SampleError(EndError):
 class OwnSource:
     """Opened samples. element: the arrays of one sample. fingerprint: see `train.data.batches.Data`."""
 
-    train: grain.MapDataset
-    held_out: grain.MapDataset | None
+    train: _Samples
+    held_out: _Samples | None
     element: Mapping[str, jax.ShapeDtypeStruct]
     fingerprint: dict[str, str | int]
 
@@ -82,8 +81,7 @@ def open_own(config: OwnData, code: Code, where: Callable[[str], str], *, seq: i
             fingerprint |= {"eval_samples": len(held), "eval_sha256": _hash(held)}
     except SampleError as error:
         raise InputError([str(error)]) from error
-    train, held_out = grain.MapDataset.source(samples), grain.MapDataset.source(held) if held else None
-    return OwnSource(train=train, held_out=held_out, element=element, fingerprint=fingerprint)
+    return OwnSource(train=samples, held_out=held or None, element=element, fingerprint=fingerprint)
 
 
 class _Samples:
@@ -95,9 +93,6 @@ class _Samples:
     element: Mapping[str, jax.ShapeDtypeStruct] | None = None
 
     def __init__(self, made: Any, where: str):
-        if isinstance(made, grain.IterDataset):
-            why = "returned an IterDataset, which has no random access. Return the MapDataset before to_iter_dataset"
-            raise InputError([f"{where}: {why}"])
         if isinstance(made, str) or not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
             raise InputError([f"{where}: returned {_named(made)}. {_REMEDY}"])
         self._made, self._where = _Columns(made) if isinstance(made, Mapping) else made, where

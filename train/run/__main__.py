@@ -24,15 +24,17 @@ def check(argv: Sequence[str] | None = None) -> int:
         # --devices replaces the number of devices in the file.
         devices = [] if arguments.devices is None else [f"devices.virtual_cpu={arguments.devices}"]
         run = load(arguments.config, [*arguments.overrides, *devices], code=arguments.code)
-        from .check import check_placement, data_windows, print_check, print_windows, to_json
-
         if arguments.show_data is not None:
+            from .windows import data_windows, print_windows
+
             windows = data_windows(run, arguments.show_data, arguments.eval)
             if arguments.json:
                 print(json.dumps({"ok": True, "windows": list(windows)}, indent=1))
             else:
                 print_windows(windows)
             return 0
+        from .check import check_placement, print_check, to_json
+
         setup = check_placement(run)
     except InputError as error:
         if arguments.json:

@@ -112,7 +112,7 @@ def _written(c: ModelConfig) -> dict[str, Any]:
     activation, has_window = _ACTIVATIONS[c.activation], c.window is not None
     scale, scaling = c.attention_scale or c.head_size**-0.5, c.rope_scaling
     eps = ("layer_norm_eps", "layer_norm_epsilon") if c.norm.startswith("layer") else ("rms_norm_eps",)
-    values = {
+    values: dict[str, Any] = {
         "num_hidden_layers": c.layers,
         "hidden_size": c.embed,
         "num_attention_heads": c.heads,

@@ -91,7 +91,10 @@ def test_a_sample_with_other_arrays_is_named(other, expected):
         ({"x": np.zeros(4), "y": np.zeros(3)}, "len() failed: ValueError: the arrays have different numbers of samples: {'x': 4, 'y': 3}"),
         ({}, "has no samples"),
         (None, "returned None. Return samples"),
-        (grain.MapDataset.range(3).to_iter_dataset(), "returned an IterDataset, which has no random access"),
+        (
+            grain.MapDataset.range(3).to_iter_dataset(),
+            "returned a value of type PrefetchIterDataset. Return samples",
+        ),
         ([], "has no samples"),
         ([np.zeros(2)], "sample 0 is a value of type ndarray. A sample is a dict of arrays by name"),
         ([{"x": "text"}], "sample 0: x is a value of type str, not an array of numbers"),

@@ -11,7 +11,7 @@ import jgt
 from jgt.command.commands import main
 from train.config import load
 from train.data.tokenizer import open_tokenizer
-from train.run.check import data_windows
+from train.run.windows import data_windows
 
 TOKENIZER = Path(__file__).parents[2] / "goldens" / "tokenizers" / "metaspace" / "tokenizer.json"
 TEXTS = ("On\x1b", "The rules say what happens")
