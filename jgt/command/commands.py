@@ -78,7 +78,7 @@ _OWN = {
     "plan": Command(purpose="show what XLA does with the training step, also for GPUs that you do not have", module=".plan.__main__"),
     "inspect": Command(
         purpose="show which model a folder of Hugging Face describes",
-        module=".commands.published",
+        module=".run.__main__",
         function="inspect",
         make_parser="inspect_parser",
     ),

@@ -1,1 +1,1 @@
-"""Commands that use a model: `jgt generate`, `jgt eval`, `jgt inspect` and `jgt export`."""
+"""Commands that use a model: `jgt generate`, `jgt eval` and `jgt export`."""

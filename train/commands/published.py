@@ -1,4 +1,4 @@
-"""Published models at the command line: `jgt inspect` and `jgt export`."""
+"""The command `jgt export`, which writes a run's model as a published one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from jgt import CommandParser
-from jgt.document import InputError, Node, bind
+from jgt.document import InputError
 
 from ..checkpoint.saved import find_checkpoint
 from ..checkpoint.signature import Key, read_key
@@ -19,18 +19,9 @@ from ..code.files import read_code
 from ..command_line import EndError, say, say_lines, whole_number
 from ..export.form import run_form
 from ..export.write import EXPORTED, exported_shapes, write_export
-from ..models.config import ModelConfig
-from ..models.decoder import build
 from ..run.load import open_run_folder
-from ..weights.described import published
-from ..weights.load import open_files
 
 _UNITS = {"": 1, "MB": 10**6, "GB": 10**9}
-
-
-def inspect(argv: Sequence[str] | None = None) -> int:
-    """`jgt inspect PATH`. Returns the exit code: 2 if PATH is no model that jgt knows, and stderr says why."""
-    return inspect_parser().answer(argv, _inspect)
 
 
 def export(argv: Sequence[str] | None = None) -> int:
@@ -40,14 +31,6 @@ def export(argv: Sequence[str] | None = None) -> int:
     except EndError as error:
         say(str(error))
         return error.code
-
-
-def inspect_parser() -> CommandParser:
-    """The command line of `jgt inspect`."""
-    parser = CommandParser("jgt inspect", "Shows the model that a folder of Hugging Face, or a config.json, describes.")
-    parser.add_argument("path", metavar="PATH", help="a folder with config.json, or a config.json alone")
-    parser.add_argument("--tensors", action="store_true", help="show the tensors of every parameter")
-    return parser
 
 
 def export_parser() -> CommandParser:
@@ -61,23 +44,6 @@ def export_parser() -> CommandParser:
     code = "a Python file or folder with the model of the run, if it is your own; repeatable"
     parser.add_argument("--code", action="append", default=[], metavar="PATH", help=code)
     return parser
-
-
-def _inspect(arguments: argparse.Namespace) -> None:
-    described = published(path := Path(arguments.path))
-    file, problems = path / "config.json" if path.is_dir() else path, list[str]()
-    config: ModelConfig | None = bind(Node.of(dict(described.keys), f"{file}:1", "model"), ModelConfig, problems)
-    if config is None or problems:
-        raise InputError(problems)
-    shapes = jax.eval_shape(build(config).init, jax.random.key(0))[0]
-    files = open_files(described, config, shapes) if path.is_dir() else None
-    print(f"{described.config['model_type']}: {sum(x.size for x in jax.tree.leaves(shapes)):,} parameters")
-    print("\n".join(f"  {name}: {value}" for name, value in described.keys.items()))
-    if files is None:
-        return
-    if arguments.tensors:
-        print("\n".join(f"  {path}: {source.name}" for path, source in sorted(files.sources.items())))
-    print(f"All {len(files.folder.tensors):,} tensors are known, and none is missing")
 
 
 def _export(arguments: argparse.Namespace) -> None:

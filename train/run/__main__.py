@@ -1,17 +1,22 @@
-"""The command lines of `jgt check` and `jgt verify`. They import JAX only for a config without problems."""
+"""The command lines of `jgt check`, `jgt inspect` and `jgt verify`. They import JAX only for a config without problems."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 
-from jgt.document import InputError
+from jgt import CommandParser
+from jgt.document import InputError, Node, bind
 
 from ..command_line import RunParser, whole_number
 from ..config import load
+from ..models.config import ModelConfig
+from ..weights.described import published
 
 
 def check(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +63,29 @@ def check_parser() -> RunParser:
     held_out = "with --show-data: print windows of the held-out data, of one part of a mixture or of each"
     parser.add_argument("--eval", nargs="?", const="", metavar="PART", help=held_out)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def inspect(argv: Sequence[str] | None = None) -> int:
+    """`jgt inspect PATH`. Returns the exit code: 2 if PATH is no model that jgt knows, and stderr says why."""
+    return inspect_parser().answer(argv, _inspect)
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    described, problems = published(Path(arguments.path)), list[str]()
+    config: ModelConfig | None = bind(Node.of(dict(described.keys), f"{described.file}:1", "model"), ModelConfig, problems)
+    if config is None or problems:
+        raise InputError(problems)
+    from .check import print_published
+
+    print_published(described, config, shows_tensors=arguments.tensors)
+
+
+def inspect_parser() -> CommandParser:
+    """The command line of `jgt inspect`."""
+    parser = CommandParser("jgt inspect", "Shows the model that a folder of Hugging Face, or a config.json, describes.")
+    parser.add_argument("path", metavar="PATH", help="a folder with config.json, or a config.json alone")
+    parser.add_argument("--tensors", action="store_true", help="show the tensors of every parameter")
     return parser
 
 

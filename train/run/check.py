@@ -1,4 +1,4 @@
-"""`jgt check`: the placement of a run's parameters, found without devices.
+"""`jgt check`: the placement of a run's parameters, found without devices. `jgt inspect`: a published model, compared with its files.
 
 It builds the `Setup` of training, so it finds the same problems. It traces the loss on a mesh without devices: in seconds, on any machine,
 that shows whether rules, mesh and shapes fit. Most of its time is that of imports, so nothing here imports what only a run needs.
@@ -16,9 +16,10 @@ from jgt.document import InputError
 
 from ..config import Run
 from ..models.config import ModelConfig
+from ..models.decoder import build
 from ..records.console import Screen
 from ..setup import Setup, prepare
-from ..weights.described import published
+from ..weights.described import Described, published
 from ..weights.load import open_files
 from ..weights.safetensors import has_weights
 from .verify import is_verified
@@ -70,3 +71,17 @@ def print_check(setup: Setup) -> None:
     screen.say("Everything fits: every rule is used, and every sharded dim is divisible by its mesh axes or padded.")
     if not is_verified(setup.run):
         screen.say("This layout was never compared with one device on this machine: jgt verify FILE does that in seconds.")
+
+
+def print_published(described: Described, config: ModelConfig, *, shows_tensors: bool) -> None:
+    """Prints what a published model is, and compares the model with its files. Raises InputError."""
+    jax.config.update("jax_platforms", "cpu")
+    shapes = jax.eval_shape(build(config).init, jax.random.key(0))[0]
+    files = open_files(described, config, shapes) if described.path.is_dir() else None
+    print(f"{described.config['model_type']}: {sum(x.size for x in jax.tree.leaves(shapes)):,} parameters")
+    print("\n".join(f"  {name}: {value}" for name, value in described.keys.items()))
+    if files is None:
+        return
+    if shows_tensors:
+        print("\n".join(f"  {path}: {source.name}" for path, source in sorted(files.sources.items())))
+    print(f"All {len(files.folder.tensors):,} tensors are known, and none is missing")

@@ -125,6 +125,11 @@ class Described:
     family: Family
     keys: Mapping[str, Any]
 
+    @property
+    def file(self) -> Path:
+        """Its config.json."""
+        return self.path if self.path.suffix == ".json" else self.path / "config.json"
+
 
 def published(path: Path) -> Described:
     """The model of a folder with config.json, or of a config.json. Raises InputError with every problem."""
@@ -164,7 +169,7 @@ def with_published(root: Node) -> Node:
         # The config.yaml of a run has every key, wherever the folder is now.
         return root
     described = published(Path(name))
-    file = described.path if described.path.suffix == ".json" else described.path / "config.json"
+    file = described.file
     both = [(child, described.keys[key]) for key, child in model.children.items() if key in described.keys and key != "seq"]
     different = [child.problem(f"{file} says {shown(value)}. Leave the key out") for child, value in both if child.plain() != value]
     if different:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .family import QKV, Family, attention_biases, experts, shared, windows, words
+from .family import QKV, Family, attention_biases, experts, shared, windowed, words
 from .layer_norms import LAYER_NORMS
 
 _FUSED_MLP = dict.fromkeys(("mlp/gate_proj", "mlp/up_proj"), "mlp.gate_up_proj")
@@ -31,14 +31,14 @@ def _llama(k: Any) -> dict[str, Any]:
 
 
 def _mistral(k: Any) -> dict[str, Any]:
-    return {**shared(k), **windows(k, k.get("sliding_window"))}
+    return {**shared(k), **windowed(k, k.get("sliding_window"))}
 
 
 def _qwen(k: Any) -> dict[str, Any]:
     # Published files have a window that is not used.
     first, size = k.get("max_window_layers", 0), k.get("sliding_window")
     size = size if k.get("use_sliding_window", False) else None
-    return {**shared(k), **windows(k, size, lambda n: size is None or n < first)}
+    return {**shared(k), **windowed(k, size, lambda n: size is None or n < first)}
 
 
 def _qwen3(k: Any) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _gemma(k: Any) -> dict[str, Any]:
 def _gemma2(k: Any) -> dict[str, Any]:
     return {
         **_gemma(k),
-        **windows(k, k.get("sliding_window", 4096), lambda n: n % 2 == 1),
+        **windowed(k, k.get("sliding_window", 4096), lambda n: n % 2 == 1),
         "norm_place": "both",
         "attention_scale": k.get("query_pre_attn_scalar", 256) ** -0.5,
         "attention_softcap": k.get("attn_logit_softcapping"),
@@ -71,7 +71,7 @@ def _gemma2(k: Any) -> dict[str, Any]:
 
 def _gemma3(k: Any) -> dict[str, Any]:
     period = k.get("sliding_window_pattern", k.get("_sliding_window_pattern", 6))
-    made = {**_gemma2(k), **windows(k, k.get("sliding_window", 4096), lambda n: (n + 1) % period == 0), "qk_norm": "head"}
+    made = {**_gemma2(k), **windowed(k, k.get("sliding_window", 4096), lambda n: (n + 1) % period == 0), "qk_norm": "head"}
     if "rope_parameters" not in k.values:
         made |= {"rope_theta": k.get("rope_theta", 1_000_000.0), "window_theta": k.get("rope_local_base_freq", 10_000.0)}
     return made if "window" in made else {**made, "window_theta": None}
@@ -129,7 +129,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": Family(architecture="Olmo2ForCausalLM", options=_olmo2, only={"attention_bias": False}, names=_TWO_NORMS),
     "olmo3": Family(
         architecture="Olmo3ForCausalLM",
-        options=lambda k: {**_olmo2(k), **windows(k, k.get("sliding_window"), lambda n: (n + 1) % 4 == 0)},
+        options=lambda k: {**_olmo2(k), **windowed(k, k.get("sliding_window"), lambda n: (n + 1) % 4 == 0)},
         only={"attention_bias": False},
         has=words("layer_types"),
         # Its layers with a window are not scaled.

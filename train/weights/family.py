@@ -13,7 +13,7 @@ from jgt.document import shown
 
 from ..models.config import ModelConfig
 
-ACTIVATIONS = {
+HIDDEN_ACTS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -67,8 +67,8 @@ def shared(
     """The options that nearly all families write alike. The arguments are the defaults of the family's keys."""
     heads = k.need("num_attention_heads")
     name = k.get("hidden_act", activation)
-    if name not in ACTIVATIONS:
-        k.problems.append(f"hidden_act: {name!r} is not supported. Supported: {', '.join(ACTIVATIONS)}")
+    if name not in HIDDEN_ACTS:
+        k.problems.append(f"hidden_act: {name!r} is not supported. Supported: {', '.join(HIDDEN_ACTS)}")
     return {
         "layers": k.need("num_hidden_layers"),
         "embed": k.need("hidden_size"),
@@ -80,7 +80,7 @@ def shared(
         "seq": k.get("max_position_embeddings"),
         "norm_eps": k.get("rms_norm_eps", k.get("layer_norm_eps", k.get("layer_norm_epsilon", eps))),
         "tied": k.get("tie_word_embeddings", tied),
-        "activation": ACTIVATIONS.get(name, "silu"),
+        "activation": HIDDEN_ACTS.get(name, "silu"),
         **_rope(k, share),
     }
 
@@ -132,7 +132,7 @@ def _scaling(k: Any, source: Any) -> dict[str, Any]:
     return {"rope_scaling": {name: value for name, value in made.items() if value is not None} or None}
 
 
-def windows(k: Any, size: int | None, is_full: Callable[[int], bool] = lambda n: False) -> dict[str, Any]:
+def windowed(k: Any, size: int | None, is_full: Callable[[int], bool] = lambda n: False) -> dict[str, Any]:
     """Layers with a window: as `layer_types` says, otherwise those that are not full by the family's rule."""
     types = k.by_layer("layer_types", lambda n: "full_attention" if is_full(n) else "sliding_attention")
     unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .family import ACTIVATIONS, QKV, Family, attention_biases, shared, words
+from .family import HIDDEN_ACTS, QKV, Family, attention_biases, shared, words
 
 
 def _neox(k: Any) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def _neox(k: Any) -> dict[str, Any]:
 
 def _gpt2(k: Any) -> dict[str, Any]:
     embed, activation = k.need("n_embd"), k.get("activation_function", "gelu_new")
-    k.require("activation_function", *ACTIVATIONS, default="gelu_new")
+    k.require("activation_function", *HIDDEN_ACTS, default="gelu_new")
     return {
         "kind": "gpt",
         "layers": k.need("n_layer"),
@@ -29,7 +29,7 @@ def _gpt2(k: Any) -> dict[str, Any]:
         "seq": k.need("n_positions"),
         "norm_eps": k.get("layer_norm_epsilon", 1e-5),
         "tied": k.get("tie_word_embeddings", True),
-        "activation": ACTIVATIONS.get(activation, "silu"),
+        "activation": HIDDEN_ACTS.get(activation, "silu"),
     }
 
 
