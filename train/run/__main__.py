@@ -30,9 +30,14 @@ def check(argv: Sequence[str] | None = None) -> int:
         devices = [] if arguments.devices is None else [f"devices.virtual_cpu={arguments.devices}"]
         run = load(arguments.config, [*arguments.overrides, *devices], code=arguments.code)
         if arguments.show_data is not None:
-            from .windows import data_windows, print_windows
+            import jax
 
-            windows = data_windows(run, arguments.show_data, arguments.eval)
+            from ..records.windows import data_windows, print_windows
+            from .train import opened_data
+
+            # The user's code may start JAX.
+            jax.config.update("jax_platforms", "cpu")
+            windows = data_windows(run, opened_data(run), arguments.show_data, arguments.eval)
             if arguments.json:
                 print(json.dumps({"ok": True, "windows": list(windows)}, indent=1))
             else:

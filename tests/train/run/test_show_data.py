@@ -11,7 +11,8 @@ import jgt
 from jgt.command.commands import main
 from train.config import load
 from train.data.tokenizer import open_tokenizer
-from train.run.windows import data_windows
+from train.records.windows import data_windows
+from train.run.train import opened_data
 
 TOKENIZER = Path(__file__).parents[2] / "goldens" / "tokenizers" / "metaspace" / "tokenizer.json"
 TEXTS = ("On\x1b", "The rules say what happens")
@@ -25,8 +26,12 @@ def documents(tmp_path):
     return {"run": {"dir": str(tmp_path / "run")}, "model": {"vocab": 400, "seq": 8}, "data": {**data, "documents": "mask"}}
 
 
+def windows_of(run, count, part):
+    return data_windows(run, opened_data(run), count, part)
+
+
 def test_windows_are_tokens_with_text_weight_and_document(documents):
-    first, second = data_windows(load(documents), 2, None)
+    first, second = windows_of(load(documents), 2, None)
     tokenizer = open_tokenizer(str(TOKENIZER))
     ids = [token for text in TEXTS for token in (1, *tokenizer.encode(text), 2)]
     assert [row["token"] for row in first] == ids[:9] and [row["token"] for row in second] == ids[8:17]
@@ -54,9 +59,9 @@ def test_windows_of_held_out_parts(documents, tmp_path, capsys):
     parts = [{"source": "text", "path": str(tmp_path / "b.txt"), "weight": 1, "name": name} for name in ("first", "second")]
     documents["data"], documents["model"] = {"source": "mixture", "mixture": parts}, {"seq": 4}
     run = load(documents)
-    assert len(list(data_windows(run, 9, ""))) == 2 * len(list(data_windows(run, 9, "second"))) > 0
+    assert len(list(windows_of(run, 9, ""))) == 2 * len(list(windows_of(run, 9, "second"))) > 0
     with pytest.raises(jgt.InputError, match=r"command line: --eval 'third': no data of this name is held out\. Known: first, second"):
-        next(data_windows(run, 1, "third"))
+        next(windows_of(run, 1, "third"))
     (tmp_path / "run.yaml").write_text(json.dumps(documents))
     with pytest.raises(SystemExit) as ended:
         main(["check", str(tmp_path / "run.yaml"), "--eval"])
@@ -66,7 +71,7 @@ def test_windows_of_held_out_parts(documents, tmp_path, capsys):
 def test_ids_that_nobody_encoded_here_have_no_text(documents, tmp_path):
     np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
     documents["data"] = {"source": "tokens", "path": str(tmp_path / "a.npy"), "eval_tokens": 0, "shuffle": False}
-    (window,) = data_windows(load(documents), 1, None)
+    (window,) = windows_of(load(documents), 1, None)
     assert window[:2] == [{"position": 0, "token": 0, "weight": None}, {"position": 1, "token": 1, "weight": 1.0}]
 
 
@@ -77,7 +82,7 @@ def test_samples_of_the_users_own(documents, tmp_path):
         "def loss(model, batch):\n    return 0.0\n"
     )
     documents["data"], documents["train"] = {"source": "mine:pairs", "shuffle": False}, {"loss": "mine:loss"}
-    windows = list(data_windows(load(documents, code=[tmp_path / "mine.py"]), 2, None))
+    windows = list(windows_of(load(documents, code=[tmp_path / "mine.py"]), 2, None))
     assert windows[1] == [
         {"array": "x", "shape": [2, 8], "type": "float32", "begins": [1.0] * 8},
         {"array": "y", "shape": [], "type": "int32", "begins": [1]},

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 
 from jgt.document import InputError, nearest, shown
 
 from ..config import Run
+from ..data.batches import Data
 from ..data.config import OwnData
 from ..data.tokenizer import Tokenizer
-from ..records.console import Screen
-from .train import opened_data
+from .console import Screen
 
 
-def data_windows(run: Run, count: int, part: str | None) -> Iterator[list[dict[str, Any]]]:
+def data_windows(run: Run, data: Data, count: int, part: str | None) -> Iterator[list[dict[str, Any]]]:
     """The first windows that the run trains on, in its order, whatever its mesh: a row of values for each token.
 
     part: shows held-out windows instead: `count` of this part, or of each part if it is empty. Raises InputError.
@@ -26,9 +25,7 @@ def data_windows(run: Run, count: int, part: str | None) -> Iterator[list[dict[s
     document if documents are masked. Nothing predicts the first token of a window, which has no weight. Other samples of the user's own
     have a row for each array.
     """
-    # The user's code may start JAX.
-    jax.config.update("jax_platforms", "cpu")
-    data, config = opened_data(run), run.config.data
+    config = run.config.data
     if part and part not in data.eval_parts:
         raise InputError([f"command line: --eval {shown(part)}: no data of this name is held out. {nearest(part, data.eval_parts)}"])
     batches = data.train_batches(0, 1, [0], count) if part is None else data.eval_batches(1, [0], count, part=part or None)
