@@ -10,6 +10,7 @@ import pytest
 from jgt.planner.hlo.instruction import COLLECTIVES
 from jgt.planner.hlo.text import Module
 from jgt.program.dims import show_dims
+from jgt.sharding.partitioner.avoid import without_faults
 from train.config import load
 from train.setup import prepare
 
@@ -61,6 +62,14 @@ def test_specs_are_as_reviewed():
     if os.environ.get("UPDATE_GOLDENS"):
         GOLDEN.write_text(found)
     assert found == GOLDEN.read_text(), "look at the difference, then run again with UPDATE_GOLDENS=1"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", MESHES)
+def test_no_operation_needs_another_layout_to_be_computed_rightly(rules):
+    for kind in ("llama",) if rules == "experts" else ("llama", "gpt"):
+        module = setup_of(rules, kind).lower_train_step().compiler_ir("stablehlo")
+        assert without_faults(module) is module, kind
 
 
 @pytest.mark.parametrize("rules", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in MESHES])
