@@ -4,8 +4,8 @@ One scan for each segment of the table runs its ticks. Its body is one tick: emb
 forward item, run head and loss for the microbatch that left the last chunk, then the backward items, the embedding's gradient and
 the weight gradients. All devices run all ticks together, and none branches on where it is, because SPMD programs deadlock
 when devices disagree about collectives. A stage without an item computes garbage, which is written to a slot that is never read and
-masked out of every sum. It costs no time, since the other stages are busy meanwhile. Embedding and head are skipped by all devices
-together in ticks that have no microbatch for them, where that is worth a branch.
+masked out of every sum. It costs no time, since the other stages are busy meanwhile. All devices together
+skip embedding and head in ticks that have no microbatch for them.
 
 The backward pass is written out here and not derived: `jax.grad` of the loop would keep residuals of every tick and run
 all backward passes after all forward passes, which is gpipe whatever the table says. So the loss must be linear in its
@@ -102,7 +102,7 @@ class Loop:
         skip: Callable[[], _T],
         pinned: Callable[[_T], _T],
     ) -> _T:
-        """do(microbatch, whether it counts), for work that not every tick has: skipped where that is worth a branch.
+        """do(microbatch, whether it counts), for work that not every tick has, and which the others skip.
 
         All devices take the same branch. pinned: gives the results of both branches one layout, which the partitioner requires; the zeros
         of the other branch have none.
@@ -256,7 +256,7 @@ def _share(segment: Segment, name: EndName) -> Fraction | None:
 
 
 def _flag(segment: Segment, name: EndName, item: EndItem | None) -> Flags | None:
-    """Whether this end reads what the stages show in this tick, where that is worth a branch."""
+    """Whether this end reads what the stages show in this tick, if it does not in every one."""
     return item.on if item is not None and name in segment.branches else None
 
 

@@ -151,7 +151,7 @@ class Ticks:
 
 
 def arrays_of(table: Table, *, skips: bool) -> Ticks:
-    """The arrays of a verified table. skips: idle stages skip their layers, and then even rare useless work is worth a branch."""
+    """The arrays of a verified table. skips: idle stages skip their layers."""
     buffers = allocate_buffers(table)
     whole = _work(table, buffers)
 
@@ -160,13 +160,12 @@ def arrays_of(table: Table, *, skips: bool) -> Ticks:
 
     # groupby joins neighbours only: the same kinds may come again in a later segment.
     groups = [(kinds, [*ticks]) for kinds, ticks in itertools.groupby(range(table.num_ticks), kinds_in)]
-    # If a stage has v chunks, only about one tick in v has work for embedding and head, so a branch pays.
     # Ticks in which no stage has an item, which a table of the user may contain, do nothing.
-    segments = tuple(_segment(whole, ticks, skips=skips or table.virtual > 1) for kinds, ticks in groups if kinds)
+    segments = tuple(_segment(whole, ticks) for kinds, ticks in groups if kinds)
     return Ticks(buffers=buffers, segments=segments, apart=table.weight is not None, skips=skips)
 
 
-def _segment(whole: Work, ticks: list[int], *, skips: bool) -> Segment:
+def _segment(whole: Work, ticks: list[int]) -> Segment:
     def during(x: NDArray[np.generic]) -> NDArray[np.generic]:
         return x[ticks]
 
@@ -175,8 +174,7 @@ def _segment(whole: Work, ticks: list[int], *, skips: bool) -> Segment:
     return Segment(
         # None, and not False in every tick: the body of the segment's scan then has no code for that kind.
         work=replace(work, **{name: None for name, wanted in on.items() if not wanted.any()}),
-        # If a stage has one chunk, only the ticks at both ends have none of it: that is not worth a branch.
-        branches=frozenset(name for name in ENDS if skips and on[name].any() and not on[name].all()),
+        branches=frozenset(name for name in ENDS if on[name].any() and not on[name].all()),
     )
 
 
