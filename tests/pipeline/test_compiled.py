@@ -172,19 +172,15 @@ ALONE = {"partition-id", "replica-id", "argument", "custom-call", "infeed", "rec
 """Ops whose results may differ between devices."""
 
 
-@pytest.mark.parametrize("schedule", ["interleaved", "zigzag"])
-def test_all_devices_take_a_branch_together(schedule):
+# With one chunk a stage, only the first ticks of the backward pass have no cotangent of the embedding.
+@pytest.mark.parametrize(("schedule", "branches"), [("1f1b", 1), ("interleaved", 3), ("zigzag", 3)])
+def test_all_devices_take_a_branch_together(schedule, branches):
     program = module(schedule, 8)
     predicates = [sources(program, computation, conditional.operands[0]) for computation, conditional in conditionals(program)]
-    assert len(predicates) >= 3
+    assert len(predicates) >= branches
     for found in predicates:
         assert not found & ALONE
         assert {"constant", "dynamic-slice"} <= found
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb"])
-def test_one_chunk_a_stage_needs_no_branches(schedule):
-    assert not list(conditionals(module(schedule, 8)))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb", marks=pytest.mark.slow)])
