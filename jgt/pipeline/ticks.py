@@ -285,7 +285,7 @@ class Everywhere:
     """The values that all stages read in a tick.
 
     ends: the values that enter from the embedding, or cotangents from the head. is_read: whether this tick reads the values that stages
-    show; None if that is not worth a branch.
+    show; None if every one does.
     """
 
     batch: Batch
