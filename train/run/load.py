@@ -116,8 +116,10 @@ def open_run_folder(path: Path, own: Code) -> tuple[Path, Run]:
 
 
 def _read_run(folder: Path, changes: Sequence[str], own: Code) -> Run:
-    own_optimizer = is_name(read(folder / CONFIG).find("optimizer.name").value)
-    first = ["optimizer={name: adamw}"] if own_optimizer else []
+    optimizer = read(folder / CONFIG).find("optimizer").plain()
+    # Another optimizer in the place of an own one trains the same parameters: the others have another type.
+    is_own = isinstance(optimizer, dict) and is_name(optimizer.get("name"))
+    first = [f"optimizer={json.dumps({'name': 'adamw', 'train': optimizer.get('train')})}"] if is_own else []
     try:
         return configs.load(folder / CONFIG, [*first, *changes], code=own, reads_data=False)
     except InputError as error:

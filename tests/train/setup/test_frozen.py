@@ -145,10 +145,21 @@ def test_every_feature_keeps_the_frozen_bits_and_moves_the_others(tiny, override
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rules", [(), FSDP, (*STAGES, PIPELINE % "1f1b")], ids=["alone", "fsdp", "stages"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        (),
+        FSDP,
+        pytest.param(
+            (*STAGES, PIPELINE % "1f1b"), marks=pytest.mark.xfail(strict=True, reason="a stage computes the gradients of all its weights")
+        ),
+    ],
+    ids=["alone", "fsdp", "stages"],
+)
 def test_a_step_computes_no_gradient_of_frozen_weights(tiny, rules):
     def planned(*overrides):
-        setup = prepare(tiny("model.ffn=256", *overrides, *rules))
+        run = tiny("model.ffn=256", *overrides, *rules)
+        setup = prepare(run, devices=jax.devices()[: run.config.devices.virtual_cpu or 8])
         return plan(setup.train_step(), *setup.step_shapes, rules=setup.run.rules)
 
     whole, norms = planned(), planned("optimizer.train=['*norm/scale']")
