@@ -50,7 +50,10 @@ class Chat:
         return self.tokenizer.encode(self.template.render(read))
 
     def converse(self, generator: Generator, changes: Mapping[str, Any]) -> None:
-        """Answers lines from the terminal until its end. Ctrl-C ends an answer. changes: keys of the section `generate:`."""
+        """Answers lines from the terminal until its end. Ctrl-C ends an answer. changes: keys of the section `generate:`.
+
+        A prompt has at most half of the longest text, so that an answer has room. The model forgets earlier messages for it.
+        """
         messages = list[Message]()
         while (line := _line()) is not None:
             # Without a template, a model may be asked to continue its own text.
@@ -59,17 +62,25 @@ class Chat:
             messages.append({"role": "user", "content": line})
             text = ""
             try:
-                for piece in generator.pieces([self.prompt(messages)], **changes):
+                prompt = self._newest(messages, generator.longest // 2)
+                for piece in generator.pieces([prompt], **changes):
                     text += piece.text
                     print(terminal_text(piece.text), end="", flush=True)
             except KeyboardInterrupt:
                 pass
             except InputError as error:
-                print("\n".join([*error.problems, "The chat begins anew."]), file=sys.stderr)
-                messages.clear()
+                print("\n".join(error.problems), file=sys.stderr)
+                messages.pop()
                 continue
             messages.append({"role": "assistant", "content": text})
             print()
+
+    def _newest(self, messages: list[Message], limit: int) -> list[int]:
+        """The prompt of the newest messages that have at most so many tokens. Earlier ones are removed from the list."""
+        while len(prompt := self.prompt(messages)) > limit and len(messages) > 1:
+            # A line and its answer.
+            del messages[:2]
+        return prompt if self.template is not None else prompt[-limit:]
 
 
 def _line() -> str | None:

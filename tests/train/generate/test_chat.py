@@ -19,6 +19,8 @@ SHOUT = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}{% if 
 class Talker:
     """A model that answers with the number of the prompt's tokens, in two pieces. A prompt that ends with `stop` is interrupted between."""
 
+    longest = 120
+
     def __init__(self):
         self.prompts = []
 
@@ -56,6 +58,12 @@ def test_without_a_template_all_lines_and_answers_are_continued(monkeypatch, cap
     assert capsys.readouterr() == ("[3]\n[6]\n[13\n[17]\n\n", "")
 
 
+def test_a_long_conversation_forgets_its_beginning(monkeypatch, capsys):
+    prompts = conversation(PLAIN, ["a" * 30, "b" * 30, "c" * 70], monkeypatch)
+    assert prompts == ["a" * 30, "b" * 30, "c" * 60]
+    assert capsys.readouterr() == ("[30]\n[30]\n[60]\n\n", "")
+
+
 def test_a_conversation_by_a_template(tmp_path, monkeypatch, capsys):
     pytest.importorskip("jinja2")
     (tmp_path / "tokenizer.json").write_bytes((TOKENIZER / "byte_level" / "tokenizer.json").read_bytes())
@@ -64,11 +72,12 @@ def test_a_conversation_by_a_template(tmp_path, monkeypatch, capsys):
     assert read.tokenizer.decode(read.prompt([{"role": "user", "content": "a"}])) == "user: a|assistant:"
     chat = Chat(tokenizer=ByteTokenizer(), template=read.template)
     # A line of blanks is none, and Ctrl-C at the prompt ends nothing.
-    prompts = conversation(chat, ["a", "  ", KeyboardInterrupt(), "b", "c" * 60, "d"], monkeypatch)
+    prompts = conversation(chat, ["a", "  ", KeyboardInterrupt(), "b", "c" * 60, "d" * 19], monkeypatch)
     assert prompts[:2] == ["user: a|assistant:", "user: a|assistant: [18]|user: b|assistant:"]
-    assert prompts[3:] == ["user: d|assistant:"]
+    # A line that is too long alone is forgotten, and so are earlier ones for it.
+    assert prompts[2:] == [f"user: {'c' * 60}|assistant:", f"user: {'d' * 19}|assistant:"]
     out, err = capsys.readouterr()
-    assert out == "[18]\n[42]\n[18]\n\n" and err == "\n(Ctrl-D ends the chat)\nthe prompt is too long\nThe chat begins anew.\n"
+    assert out == "[18]\n[42]\n[36]\n\n" and err == "\n(Ctrl-D ends the chat)\nthe prompt is too long\n"
 
 
 def test_a_template_writes_the_beginning_of_a_text_itself(tmp_path):
