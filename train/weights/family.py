@@ -1,4 +1,4 @@
-"""What a family of published models is, and the options of a config.json that several families write alike.
+"""A family of published models, and the options of a config.json that several families write alike.
 
 An option is a key of the model section. One whose value is None keeps its default.
 """
