@@ -89,7 +89,16 @@ def sent(text):
 
 
 def runs(blocks, name):
-    """How often a computation runs: once for each line that names it; the body of a loop, once per iteration."""
+    """How often a computation runs: once for each line that names it; the body of a loop, once per iteration.
+
+    A branch is one of a pipeline of two stages: one iteration of its loop has no microbatch that enters or leaves the first stage.
+    """
+    if outer := [
+        outer
+        for outer, block in blocks.items()
+        if re.search(rf"(branch_computations=.*|(true|false)_computation=)%{re.escape(name)}[,}}]", block)
+    ]:
+        return runs(blocks, *outer) - 1
     lines = [
         (outer, line)
         for outer, block in blocks.items()

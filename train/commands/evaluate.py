@@ -16,7 +16,7 @@ from typing import Any
 from jgt import CommandParser, Console
 from jgt.document import InputError
 
-from ..command_line import say, whole_number
+from ..command_line import add_model, say, whole_number
 from ..compiled import programs_on_trial
 from ..drawing import EvalConfig
 from ..evaluate.likelihood import Scorer
@@ -39,9 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> CommandParser:
     """The command line of the evaluation."""
     parser = CommandParser("jgt eval", "Evaluates a model: on the data that its run held out, on texts, or on tasks.")
-    model = "a run directory, one of the steps in its checkpoints, or a folder of Hugging Face"
-    parser.add_argument("model", metavar="MODEL", help=model)
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="values that replace those of the run's config")
+    add_model(parser, "train.eval_batches=20")
     parser.add_argument("--text", nargs="+", metavar="FILE", help="files, folders or globs of texts: plain, JSON lines, Parquet or Arrow")
     parser.add_argument("--field", default="text", metavar="NAME", help="the field or column with the text (text)")
     stride = "the tokens that a window scores, less than its length for more context (the model's sequence length)"
@@ -55,9 +53,6 @@ def parser() -> CommandParser:
     parser.add_argument("--mesh", metavar="AXIS=N,...", help="the mesh, such as fsdp=4,tensor=2 (the run's; one device for a folder)")
     parser.add_argument("--rules", metavar="RULES", help="the rules, such as jgt:fsdp or a file (the run's)")
     parser.add_argument("--batch", type=whole_number(), default=16, metavar="N", help="the rows that are computed together (16)")
-    parser.add_argument(
-        "--code", action="append", default=[], metavar="PATH", help="a Python file or folder with the run's own code; repeatable"
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

@@ -12,7 +12,7 @@ from typing import Any
 from jgt import CommandParser
 from jgt.document import InputError
 
-from ..command_line import whole_number
+from ..command_line import add_model, whole_number
 from ..generate.chat import Chat
 from ..generate.generate import Completion, Generator
 from ..generate.text import terminal_text
@@ -27,9 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> CommandParser:
     """The command line of `jgt generate`."""
     made = CommandParser("jgt generate", "Writes what a model continues prompts with.")
-    made.add_argument("model", metavar="MODEL", help="a run directory, one of the steps in its checkpoints, or a folder of Hugging Face")
-    keys = "values that replace those of the run's file, such as mesh={fsdp: 8} or generate.top_p=0.9"
-    made.add_argument("overrides", nargs="*", metavar="key.sub=value", help=keys)
+    add_model(made, "generate.top_p=0.9")
     made.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text to continue; repeatable")
     made.add_argument("--prompts", metavar="FILE", help="a file of JSON lines with a prompt, or with tokens, in each")
     made.add_argument("--chat", action="store_true", help="prompts are messages of a chat; without any, read them from the terminal")
@@ -39,9 +37,6 @@ def parser() -> CommandParser:
     made.add_argument("--stop", action="append", metavar="TEXT", help="a text that ends an answer; repeatable (generate.stop)")
     made.add_argument("--seed", type=whole_number(low=0, high=2**32 - 1), metavar="N", help="the seed of the draws (run.seed)")
     made.add_argument("--json", action="store_true", help="print a JSON object for each answer, with tokens and log-probabilities")
-    made.add_argument(
-        "--code", action="append", default=[], metavar="PATH", help="a Python file or folder with the run's own code; repeatable"
-    )
     return made
 
 

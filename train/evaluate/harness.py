@@ -126,7 +126,7 @@ class TasksOfRun:
         try:
             return metrics_of(self._tasks.results(self._model))
         finally:
-            # Where stages or shards are laid out anew, these are copies, for which the next step may have no memory.
+            # In a pipeline these arrays are copies, and the next step may need their memory.
             self._model.use(None, None, step)
 
 

@@ -42,7 +42,7 @@ class Chat:
         return Chat(tokenizer=tokenizer, template=special.template and ChatTemplate.read(special.template, special.texts))
 
     def prompt(self, messages: Any) -> list[int]:
-        """The tokens of messages, at whose end an answer begins. Raises InputError for what are no messages."""
+        """The tokens of messages, after which the answer begins. Raises InputError if these are not messages."""
         read = _messages(messages)
         if self.template is None:
             return encoded_prompt(self.tokenizer, "".join(message.get("content") or "" for message in read))

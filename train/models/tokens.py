@@ -19,7 +19,7 @@ class Rows(NamedTuple):
 
 
 class LayerFlags(NamedTuple):
-    """The values that may differ between layers. A flag that differs is an array, of which the scan gives each layer its entry.
+    """The values that may differ between layers. A flag that differs is an array with an entry for each layer, which the scan takes apart.
 
     is_full: whether a token sees all earlier ones, whatever `model.window` says. rotates: whether queries and keys have rotary positions.
     place: the layer's place among those of its kind in a cache, int32[]; False without a cache.

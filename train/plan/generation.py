@@ -1,6 +1,6 @@
 """Plans of generation: the time and the memory of reading prompts and of writing a token, by the two programs that do it.
 
-Prompts are read into a cache of their own, which then enters that of the batch. So both are in memory while prompts are read.
+Prompts are read into a cache of their own, which is then copied into the cache of the batch. Both are in memory meanwhile.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def print_generation(plan: GenerationPlan) -> None:
     """Writes a plan to stdout, for a person."""
     console, texts, token = Console(), plan.texts, plan.token
     mesh = " x ".join(f"{axis} {size}" for axis, size in token.mesh.items())
-    what = f"{texts.rows} texts of {texts.length:,} tokens, of which {texts.prompt:,} are the prompt"
+    what = f"{texts.rows} texts of {texts.length:,} tokens, with prompts of {texts.prompt:,} tokens"
     console.print(f"Generation on {token.target}: {mesh} = {token.devices} devices, {what}", style="bold")
     for line in (f"rules: {plan.rules}", *_speed_lines(plan)):
         console.print(line, soft_wrap=True)

@@ -97,7 +97,7 @@ def _add_generation_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """Texts to generate together: `rows` of them, of `length` tokens each, of which `prompt` tokens are read."""
+    """Texts to generate together: `rows` of them. Each has `length` tokens, and the first `prompt` of these are given."""
 
     rows: int
     length: int

@@ -72,7 +72,7 @@ def check_parser() -> RunParser:
 
 
 def inspect(argv: Sequence[str] | None = None) -> int:
-    """`jgt inspect PATH`. Returns the exit code: 2 if PATH is no model that jgt knows, and stderr says why."""
+    """`jgt inspect PATH`. Returns the exit code: 2 if jgt does not know a model at PATH, and stderr says why."""
     return inspect_parser().answer(argv, _inspect)
 
 

@@ -199,8 +199,9 @@ class Loop:
                 with progress.interrupted():
                     self._evaluate(state, step)
             if self.tasks is not None and self._due(step, self._config.eval.every):
-                with progress.interrupted():
-                    self._log(step, self._metrics_of_tasks(self.tasks, state, step))
+                with progress.interrupted(), self._phase("eval", step=step, what="tasks"):
+                    self.watch.begin_unlimited("evaluating on tasks")
+                    self._log(step, self.tasks(state, step))
             saves.poll(position)
             self.exports.poll()
             progress.step_over()
@@ -258,11 +259,6 @@ class Loop:
             params, variables = self.setup.eval_params(state), self.setup.eval_variables(state)
             row = held_out_means(self._eval_step, params, variables, self.setup, self.data, self._feed)
         self._log(step, row)
-
-    def _metrics_of_tasks(self, tasks: TaskMetrics, state: State, step: int) -> Mapping[str, float]:
-        with self._phase("eval", step=step, what="tasks"):
-            self.watch.begin_unlimited("evaluating on tasks")
-            return tasks(state, step)
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {**metrics, "time": round(time.time(), 3)}

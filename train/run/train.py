@@ -103,8 +103,7 @@ def train(
         )
         of_run = {"mesh": setup.mesh.shape, "fingerprints": fingerprints(run, data.fingerprint)}
         is_ours = (lambda: True) if lock is None else lock.is_held
-        exports = Exports(run, records.event)
-        closing.callback(exports.close)
+        exports = closing.enter_context(contextlib.closing(Exports(run, records.event)))
         checkpoints = Checkpoints(
             folder / FOLDER, run.config.checkpoint, **of_run, free=faults.free, is_ours=is_ours, saved=exports.saved, held=exports.held
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from jgt import CommandParser
 from jgt.document import InputError
 
-from ..command_line import read_token, whole_number
+from ..command_line import add_model, read_token, whole_number
 from ..sections import is_installed
 
 _PACKAGES = ("starlette", "uvicorn", "jinja2")
@@ -25,18 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> CommandParser:
     """The command line of `jgt serve`."""
     made = CommandParser("jgt serve", "Serves a model by the HTTP API of OpenAI, to try it.")
-    made.add_argument("model", metavar="MODEL", help="a run directory, one of the steps in its checkpoints, or a folder of Hugging Face")
-    keys = "values that replace those of the run's file, such as mesh={fsdp: 8} or generate.batch=16"
-    made.add_argument("overrides", nargs="*", metavar="key.sub=value", help=keys)
+    add_model(made, "generate.batch=16")
     made.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="the address to listen at (127.0.0.1: this machine alone)")
     made.add_argument("--port", type=whole_number(0, 65_535), default=8000, metavar="N", help="the port; 0: any that is free (8000)")
     made.add_argument("--token", metavar="TOKEN", help="the API key of clients; every --host but this machine's own needs one")
     made.add_argument("--token-file", metavar="FILE", help="a file with the API key, which other users of the machine cannot see")
     queue = "the answers that may wait for a row; further ones are refused (64)"
     made.add_argument("--queue", type=whole_number(), default=64, metavar="N", help=queue)
-    made.add_argument(
-        "--code", action="append", default=[], metavar="PATH", help="a Python file or folder with the run's own code; repeatable"
-    )
     return made
 
 

@@ -1,4 +1,4 @@
-"""Chat templates: the texts of transformers (tests/goldens/chat_templates.json), and templates that are no templates."""
+"""Chat templates: the texts of transformers (tests/goldens/chat_templates.json), and broken templates."""
 
 import json
 from pathlib import Path

@@ -90,7 +90,7 @@ def test_a_token_takes_the_time_in_which_its_weights_are_read(capsys, name, tens
     options = ["--target", f"h100:1x{tensor}", "--batch", "1", "--length", "4096"]
     found = planned(capsys, str(CONFIGS / f"{name}.yaml"), *layout, *options)
     token = found["token"]
-    # XLA copies each layer's parameters out of their stack before it multiplies them, so there is more traffic than that of the parameters.
+    # XLA copies each layer's parameters out of the stack before it multiplies them, so it moves more bytes than the parameters have.
     least, traffic = token["memory"]["groups"]["parameters"], sum(row["hbm_bytes"] for row in token["signals"])
     assert least < traffic < 6 * least
     busy = found["token_ms"] - sum(token["parts_ms"].get(part, 0.0) for part in ("launch", "exposed"))
