@@ -76,8 +76,9 @@ class Answers:
             return None
         shape = jx.shape_of(var)
         dims = rule.dims(len(shape), range(place.num_vmaps))
-        # A dim of size 1 broadcasts: there is nothing to shard. Manual axes are the shard_map's own business.
-        wide = tuple(axes if size > 1 else () for axes, size in zip(dims, shape, strict=True))
+        # A dim of size 1 broadcasts: there is nothing to shard. Manual axes are the shard_map's own business. A symbolic size can be asked
+        # whether it equals a number, not whether it is larger.
+        wide = tuple(axes if size not in (0, 1) else () for axes, size in zip(dims, shape, strict=True))
         free = self._site.free_dims(wide, () if manual is None else manual.manual_axes)
         sizes = dict((manual or self._site.mesh).shape)
         even = tuple(() if size in self._site.uneven else axes for axes, size in zip(free, shape, strict=True))

@@ -141,6 +141,21 @@ def test_a_symbolic_batch_needs_a_constraint_that_says_what_divides_it():
     assert export("mod(b, 2) == 0").nr_devices == 8
 
 
+def test_a_named_tensor_of_symbolic_size_is_laid_out():
+    def fn(params, x):
+        with jgt.signal.context("mlp"):
+            hidden = jgt.signal.tensor(jnp.tanh(x @ params["w"]), "hidden")
+        return hidden - hidden.mean(0, keepdims=True)
+
+    rules = jgt.make_rules({"signals": {"mlp": {"tensors": {"hidden": [None, "tensor"]}}}, "default": "replicate"})
+    shape = jax.ShapeDtypeStruct(jax.export.symbolic_shape("b, 8"), jnp.float32)
+    exported = jax.export.export(jax.jit(jgt.shard(fn, rules, MESH)))(PARAMS, shape)
+    for rows in (1, 3):
+        x = jnp.arange(rows * 8.0).reshape(rows, 8) / 8
+        called = jax.jit(exported.call, in_shardings=jax.NamedSharding(MESH, P()))(PARAMS, x)
+        assert jnp.max(jnp.abs(called - fn(PARAMS, x))) < 1e-6
+
+
 def test_parameters_that_only_a_kernel_reads_are_found():
     pl = pytest.importorskip("jax.experimental.pallas")
 
