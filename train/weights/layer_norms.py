@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .family import HIDDEN_ACTS, QKV, Family, attention_biases, shared, words
+from .family import HIDDEN_ACTS, QKV, Family, attention_biases, shared, windowed, words
 
 
 def _neox(k: Any) -> dict[str, Any]:
@@ -31,6 +31,12 @@ def _gpt2(k: Any) -> dict[str, Any]:
         "tied": k.get("tie_word_embeddings", True),
         "activation": HIDDEN_ACTS.get(activation, "silu"),
     }
+
+
+def _starcoder2(k: Any) -> dict[str, Any]:
+    k.ignore("residual_dropout")
+    made = {**shared(k, tied=True, activation="gelu_pytorch_tanh"), **windowed(k, k.get("sliding_window")), "norm": "layer", "gated": False}
+    return {**made, "norm_eps": k.get("norm_epsilon", 1e-5), "biases": ["qkv", "out", "mlp"] if k.get("use_bias", True) else []}
 
 
 LAYER_NORMS: Mapping[str, Family] = {
@@ -99,6 +105,13 @@ LAYER_NORMS: Mapping[str, Family] = {
         writes=lambda c: {"use_qkv_bias": "qkv" in c.biases},
         has=words("partial_rotary_factor"),
         lacks=words("head_dim"),
+    ),
+    "starcoder2": Family(
+        architecture="Starcoder2ForCausalLM",
+        options=_starcoder2,
+        writes=lambda c: {"norm_epsilon": c.norm_eps, "use_bias": bool(c.biases)},
+        lacks=words("head_dim"),
+        names={"mlp/up_proj": "mlp.c_fc", "mlp/down": "mlp.c_proj"},
     ),
     "gpt2": Family(
         architecture="GPT2LMHeadModel",

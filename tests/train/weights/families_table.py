@@ -32,6 +32,7 @@ MODELS = {
     "phi": "Phi-1, Phi-2",
     "cohere": "Command-R",
     "stablelm": "StableLM",
+    "starcoder2": "StarCoder2",
     "gpt2": "GPT-2",
 }
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Options)}

@@ -71,6 +71,7 @@ MODELS = {
     "phi": (hf.PhiConfig, {**BASE, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "cohere": (hf.CohereConfig, {**BASE, "logit_scale": 0.5}),
     "stablelm": (hf.StableLmConfig, {**BASE, "use_qkv_bias": True}),
+    "starcoder2": (hf.Starcoder2Config, {**BASE, "sliding_window": 8}),
     "gpt2": (hf.GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB, "n_positions": SEQ, "bos_token_id": 1}),
 }
 
