@@ -33,7 +33,7 @@ from ..processes.processes import number_of_first_process, true_on_all_processes
 from ..sections import CheckpointConfig
 from ..step.state import State
 from .disk import DiskError, describe
-from .manifest import Manifest, file_entries
+from .manifest import Base, Manifest, file_entries
 from .restore import ARRAYS, first_line
 from .saved import Search, array_entries
 from .signature import read_key
@@ -108,11 +108,11 @@ class Checkpoints:
         then = "; the same command resumes from it" if resumes else ""
         return f"the newest checkpoint is from step {steps[-1]}, in {self._steps.folder}{then}"
 
-    def save(self, state: State, step: int, samples: int, phase: int = 0) -> None:
+    def save(self, state: State, step: int, samples: int, phase: int = 0, base: Base | None = None) -> None:
         """Starts to save `state` after `step` updates and `samples` sequences of training data. Returns when the arrays are copied.
 
-        phase: the steps since the last exchange of `sync`. Waits for the save before. Raises SaveError, on all processes, if the save
-        before has failed or the new one cannot start; training may continue.
+        phase: the steps since the last exchange of `sync`. base: where the arrays are that the state lacks. Waits for the save before.
+        Raises SaveError, on all processes, if the save before has failed or the new one cannot start; training may continue.
         """
         arrays = array_entries(state.arrays())
         # After a failed save the free space is not asked for: the leftovers of that save still take it.
@@ -141,6 +141,7 @@ class Checkpoints:
             fingerprints=self._fingerprints,
             arrays=arrays,
             files=(),
+            base=base,
         )
         # A regular exit waits until the step is finished.
         self._last = self._thread.submit(self._finish, listing)

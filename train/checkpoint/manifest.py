@@ -33,6 +33,8 @@ from .signature import FIELD, Key
 
 NAME = "manifest.json"
 FORMAT = 1
+FROZEN = "frozen"
+"""The part of a state that may be left to a `Base`."""
 _BLOCK = 1 << 22
 _MAX_BYTES = 1 << 26
 _MAX_NUMBER = 1 << 62
@@ -75,11 +77,23 @@ class FileEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Base:
+    """A folder of published weights that holds the frozen parameters of a checkpoint. arrays: those parameters, as the state has them.
+
+    sha256: the identity of its tensors (`train.weights.base`), wherever the folder is.
+    """
+
+    path: str
+    sha256: str
+    arrays: tuple[ArrayEntry, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A checkpoint after `step` updates.
 
     samples: sequences of training data consumed; mesh: axis sizes it was saved on; versions: by package; fingerprints: of config and data.
-    phase: the steps since the last exchange of `sync`.
+    phase: the steps since the last exchange of `sync`. base: where arrays are that `arrays` lacks.
     """
 
     step: int
@@ -91,6 +105,7 @@ class Manifest:
     files: tuple[FileEntry, ...]
     format: int = FORMAT
     phase: int = 0
+    base: Base | None = None
 
 
 class BrokenError(Exception):
@@ -233,7 +248,16 @@ def _parse(values: Any) -> Manifest:
         arrays=arrays,
         files=files,
         phase=_number(values.get("phase", 0)),
+        base=None if values.get("base") is None else _base(_check_kind(dict, values["base"])),
     )
+
+
+def _base(values: Mapping[str, Any]) -> Base:
+    path, sha256 = (_check_kind(str, values[key]) for key in ("path", "sha256"))
+    arrays = tuple(map(_array_entry, _check_kind(list, values["arrays"])))
+    if odd := [array.path for array in arrays if not array.path.startswith(f"{FROZEN}/")]:
+        raise ValueError(f"{shown(odd[0])} is no frozen parameter")
+    return Base(path=path, sha256=sha256, arrays=arrays)
 
 
 def _array_entry(values: Any) -> ArrayEntry:

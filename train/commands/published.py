@@ -38,6 +38,8 @@ def export_parser() -> CommandParser:
     parser = CommandParser("jgt export", "Writes the model of a run as a folder that Hugging Face's transformers loads.")
     parser.add_argument("run", metavar="RUN", help="a run directory, or one of the steps in its checkpoints")
     parser.add_argument("out", metavar="OUT", help="the folder to write")
+    keys = "values that replace those of the run's file, such as model.hf=FOLDER for a model that was moved"
+    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help=keys)
     parser.add_argument("--step", type=whole_number(), metavar="N", help="the step of the run to write (its newest checkpoint)")
     parser.add_argument("--dtype", choices=list(EXPORTED), default="f32", help="the type of the tensors (f32)")
     parser.add_argument("--max-file", metavar="SIZE", default="5GB", help="the size of a file, such as 5GB or 500MB (5GB)")
@@ -52,14 +54,15 @@ def _export(arguments: argparse.Namespace) -> None:
         raise InputError([f"command line: --max-file {arguments.max_file}: must be a size, such as 5GB or 500MB"])
     # The accelerators of this machine stay with whatever runs on them.
     jax.config.update("jax_platforms", "cpu")
-    folder, run = open_run_folder(Path(arguments.run), read_code(arguments.code))
+    folder, run = open_run_folder(Path(arguments.run), read_code(arguments.code), arguments.overrides)
     key = read_key(run.config.checkpoint.key)
     saved, reports = find_checkpoint(_checkpoint(Path(arguments.run), arguments.step, key), key)
     if saved is None:
         raise InputError([*reports, f"{arguments.run}: has no whole checkpoint"])
     form = run_form(run, folder, exported_shapes(saved))
     most = round(float(size[1]) * _UNITS[size[2]])
-    count = write_export(form, saved, Path(arguments.out), dtype=arguments.dtype, max_file_bytes=most)
+    model, out = run.config.model, Path(arguments.out)
+    count = write_export(form, saved, out, model=model, dtype=arguments.dtype, max_file_bytes=most)
     say_lines(reports)
     print(f"Wrote {count:,} tensors of step {saved.manifest.step} to {arguments.out}")
 

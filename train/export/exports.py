@@ -129,7 +129,8 @@ class Exports:
         try:
             saved = SavedStep(folder=self._steps.path(step), manifest=read())
             form = run_form(self._run, self._run.config.run.path, exported_shapes(saved))
-            write_export(form, saved, folder, dtype=self._config.dtype, max_file_bytes=_FILE_BYTES, check=self._check)
+            model = self._run.config.model
+            write_export(form, saved, folder, model=model, dtype=self._config.dtype, max_file_bytes=_FILE_BYTES, check=self._check)
         except _ClosedError:
             pass
         except Exception as error:

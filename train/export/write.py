@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from ..checkpoint.manifest import ArrayEntry
-from ..checkpoint.pieces import Span, pieces
+from ..checkpoint.manifest import FROZEN, ArrayEntry
+from ..checkpoint.pieces import PIECE_BYTES, Span, pieces
 from ..checkpoint.saved import SavedStep
+from ..weights.base import frozen_paths, open_base
 from ..weights.names import Shape, Source, tensors_of
 from ..weights.origin import DESCRIPTION
 from ..weights.safetensors import DTYPES
@@ -27,21 +29,33 @@ _TORCH = {"f32": "float32", "bf16": "bfloat16"}
 
 
 def write_export(
-    form: Form, saved: SavedStep, folder: Path, *, dtype: str, max_file_bytes: int, check: Callable[[], None] = lambda: None
+    form: Form,
+    saved: SavedStep,
+    folder: Path,
+    *,
+    model: Any = None,
+    dtype: str,
+    max_file_bytes: int,
+    check: Callable[[], None] = lambda: None,
 ) -> int:
     """Writes the parameters of a checkpoint as a new folder. Returns the number of its tensors.
 
-    check: called before each piece; an error of it ends the export. Raises InputError if there is something at the path or the checkpoint
-    cannot be used, DiskError if it cannot be read, and OSError.
+    model: the model section, where the checkpoint leaves frozen parameters to a base. check: called before each piece; an error of it ends
+    the export. Raises InputError if there is something at the path or the checkpoint cannot be used, DiskError if it cannot be read, and
+    OSError.
     """
     entries, shapes = _exported(saved), exported_shapes(saved)
     sources, kind = form.sources(shapes), EXPORTED[dtype]
-    tensors = tensors_of(sources, shapes)
+    tensors, base, held = tensors_of(sources, shapes), saved.manifest.base, frozen_paths(saved.manifest.base)
+    flat = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
+    files = None if base is None else open_base(base, model, flat)
 
     def parts() -> Iterator[Piece]:
         for path, source in sources.items():
             entry, num_replicas = entries[path]
-            for place, value in pieces(saved, entry, num_whole=num_replicas):
+            of_base = files if path in held else None
+            stored = pieces(saved, entry, num_whole=num_replicas)
+            for place, value in stored if of_base is None else of_base.pieces(path, entry.shape, entry.dtype, PIECE_BYTES):
                 check()
                 part = (value.mean(axis=0, dtype=np.float32) if num_replicas else value).astype(kind, copy=False)
                 # Otherwise it would stay while the next one is read.
@@ -50,8 +64,8 @@ def write_export(
                 del part
 
     text = json.dumps({**form.config, "torch_dtype": _TORCH[dtype]}, indent=2)
-    files: dict[str, bytes | Path] = {DESCRIPTION: text.encode() + b"\n", **form.files}
-    write_folder(folder, {name: (kind, shape) for name, shape in tensors.items()}, parts(), files=files, max_file_bytes=max_file_bytes)
+    others: dict[str, bytes | Path] = {DESCRIPTION: text.encode() + b"\n", **form.files}
+    write_folder(folder, {name: (kind, shape) for name, shape in tensors.items()}, parts(), files=others, max_file_bytes=max_file_bytes)
     return len(tensors)
 
 
@@ -72,7 +86,7 @@ def _exported(saved: SavedStep) -> dict[str, tuple[ArrayEntry, int]]:
         by_part.setdefault(part, {})[path] = entry
     part = next(part for part in ("average", "anchor", "params") if part in by_part)
     num_replicas = int(part == "average" and "anchor" in by_part)
-    frozen = {path: (entry, 0) for path, entry in by_part.get("frozen", {}).items()}
+    frozen = {path: (entry, 0) for path, entry in (by_part.get(FROZEN, {}) | frozen_paths(saved.manifest.base)).items()}
     return {path: (entry, num_replicas) for path, entry in by_part[part].items()} | frozen
 
 

@@ -28,6 +28,8 @@ from .folder import CONFIG, DATA, place_problems
 
 FIXED = ("model", "data", "run.seed", "optimizer.name", "optimizer.train", "code")
 """Keys that must not change between two starts of a run, and the user's own code. All else (mesh, rules, steps, batch, ...) may."""
+_BASE = "base"
+"""As `FIXED`, the contents of the folder that has frozen parameters (`train.weights.base`)."""
 _MAX_BYTES = 1_000_000
 
 
@@ -45,11 +47,11 @@ class Resume:
 
 def read_resume(resume: str, allow: Sequence[str], folder: Path) -> Resume:
     """The flags `--resume` (auto, never or a path) and `--allow-change` (keys) of a run in this folder. Raises InputError."""
-    problems = []
+    problems, allowed = [], (*FIXED, _BASE)
     for key in allow:
-        if not any(_is_below(key, section) for section in FIXED):
-            keys = f"It takes these keys and the keys below them: {', '.join(FIXED)}"
-            near = nearest(key, FIXED, lists=False)
+        if not any(_is_below(key, section) for section in allowed):
+            keys = f"It takes these keys and the keys below them: {', '.join(allowed)}"
+            near = nearest(key, allowed, lists=False)
             why = f"unknown key. {near}" if near else "is not a key that needs to be allowed."
             problems.append(f"command line: --allow-change: {key}: {why} {keys}")
     path = None if resume in ("auto", "never") else Path(str(resume))

@@ -21,7 +21,6 @@ from jgt import Rules
 from jgt.document import InputError, read
 
 from .. import config as configs
-from ..checkpoint.restore import restore_params
 from ..checkpoint.saved import find_checkpoint
 from ..checkpoint.signature import read_key
 from ..code.files import COPY, Code
@@ -38,7 +37,7 @@ from ..step.trained import merged
 from .api import listed, own_code, start_jax_here
 from .folder import CONFIG
 from .replicas import restored_of_one
-from .start import published_params
+from .start import published_params, saved_params
 
 _PUBLISHED = "hf:"
 _ALONE = ("rules=null", "mesh={data: 1}", "pipeline=null", "sync=null")
@@ -107,12 +106,12 @@ def _folder(name: str) -> tuple[Path, bool]:
     return around, False
 
 
-def open_run_folder(path: Path, own: Code) -> tuple[Path, Run]:
+def open_run_folder(path: Path, own: Code, overrides: Sequence[str] = ()) -> tuple[Path, Run]:
     """The run directory at a path, or around a checkpoint, and its run on one device. Raises InputError."""
     folder, is_published = _folder(str(path))
     if is_published:
         raise InputError([f"{path}: is a folder of Hugging Face already, not a run directory or a checkpoint in one"])
-    return folder, _read_run(folder, _ALONE, own)
+    return folder, _read_run(folder, [*_ALONE, *overrides], own)
 
 
 def _read_run(folder: Path, changes: Sequence[str], own: Code) -> Run:
@@ -164,9 +163,9 @@ def _trained(setup: Setup, path: Path) -> Loaded:
     variables = restored_of_one(saved, one, shardings, "variables") if jax.tree.leaves(one.variables) else {}
     # An average of the parameters is the model that was evaluated.
     if setup.shapes.average is None:
-        params = setup.stored_params(restore_params(saved, *setup.saved_params))
+        params = setup.stored_params(saved_params(setup, saved, *setup.saved_params))
     else:
-        frozen = restore_params(saved, one.frozen, shardings.frozen) if one.frozen else {}
+        frozen = saved_params(setup, saved, one.frozen, shardings.frozen) if one.frozen else {}
         average, frozen = setup.trained.split(setup.stored_params(merged(restored_of_one(saved, one, shardings, "average"), frozen)))
         params = merged(setup.averaged_params(average), frozen)
     return Loaded(

@@ -14,7 +14,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -188,7 +188,7 @@ class Loop:
             state, phase = exchange(state, step)
             samples = position.samples + config.batch
             result = StepResult(step=step, samples=(position.samples, samples - 1), metrics=metrics)
-            self._position = position = Position(state=state, step=step, samples=samples, phase=phase)
+            self._position = position = replace(position, state=state, step=step, samples=samples, phase=phase)
             progress.dispatched(result)
             if self.profiler.ends(step):
                 self._profile(step, train_step, progress)

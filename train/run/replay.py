@@ -101,7 +101,7 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
     before: State | None = None
     # Both passes run the same compiled program on the same samples. A difference can only come from the machine or from a kernel.
     for _ in range(2):
-        state = start.fresh() if saved is None else restore_state(setup, saved)
+        state = start.fresh().state if saved is None else restore_state(setup, saved, resume.allow)
         replayed: dict[int, ReplayedStep] = {}
         for number, batch in zip(range(begin + 1, step + 1), feed.train(samples), strict=False):
             # A copy, because the step donates the buffers of its state.

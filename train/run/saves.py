@@ -131,7 +131,8 @@ class Saves:
         self._wait(1.0)
         # A state that was trained on samples of a changed file must never become a checkpoint.
         self.data.check()
-        self.checkpoints.save(self.setup.to_save(position.state), position.step, position.samples, position.phase)
+        state = position.state if position.base is None else replace(position.state, frozen={})
+        self.checkpoints.save(self.setup.to_save(state), position.step, position.samples, position.phase, position.base)
         self._saved, self._failure = position.step, None
 
     def _wait(self, share: float) -> None:

@@ -27,7 +27,8 @@ from jgt import path_text
 from jgt.document import InputError
 
 from ..checkpoint.checkpoint import Checkpoints
-from ..checkpoint.restore import restore, restore_params, without_keys
+from ..checkpoint.manifest import Base
+from ..checkpoint.restore import restore, without_keys
 from ..checkpoint.saved import SavedStep, Search, UnusableError, search_elsewhere
 from ..checkpoint.signature import read_key
 from ..command_line import say
@@ -35,6 +36,7 @@ from ..data.batches import Data
 from ..models.config import ModelConfig
 from ..setup import Setup
 from ..step.state import OPTIONAL, State
+from ..weights.base import base_in, inherited_base, restored_frozen, restored_params, resumed_base
 from ..weights.described import published
 from ..weights.load import open_files
 from ..weights.safetensors import has_weights
@@ -46,12 +48,16 @@ _Restored = TypeVar("_Restored")
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The progress of a run: its state, the updates so far, the sequences of training data consumed, and the steps since an exchange."""
+    """The progress of a run: its state, the updates so far, the sequences of training data consumed, and the steps since an exchange.
+
+    base: published weights that hold the frozen parameters, so that no checkpoint needs them.
+    """
 
     state: State
     step: int = 0
     samples: int = 0
     phase: int = 0
+    base: Base | None = None
 
 
 @dataclass(frozen=True)
@@ -71,23 +77,28 @@ class Start:
         """The position to train from. Raises InputError for a checkpoint that does not fit the run, and DiskError."""
         run, other = self.setup.run, resume.path
 
+        def restore_own(saved: SavedStep) -> State:
+            with self.phase("restore", step=saved.manifest.step):
+                return restore_state(self.setup, saved, resume.allow)
+
         def restore_other(saved: SavedStep) -> State:
             # The run directory was checked before JAX was imported. This checkpoint's origin is known only now.
             check_origin(run, saved.manifest.fingerprints, self.data, str(saved.folder), resume.allow)
-            return self._restore_state(saved)
+            return restore_own(saved)
 
-        if restored := self._restore(checkpoints.search(), self._restore_state):
+        if restored := self._restore(checkpoints.search(), restore_own):
             self.say(f"Resumed from step {restored[0].manifest.step} in {run.config.run.path}")
         elif other is not None:
             restored = self._restore_elsewhere("--resume", other, restore_other)
             self.say(f"Continues from {restored[0].folder}, at step {restored[0].manifest.step}")
         else:
-            return Position(state=self.fresh())
-        manifest = restored[0].manifest
-        return Position(state=restored[1], step=manifest.step, samples=manifest.samples, phase=manifest.phase)
+            return self.fresh()
+        (saved, state), manifest = restored, restored[0].manifest
+        base = resumed_base(saved, run.config.model, self.setup.saved_shapes.frozen)
+        return Position(state=state, step=manifest.step, samples=manifest.samples, phase=manifest.phase, base=base)
 
-    def fresh(self) -> State:
-        """The state before the first step of a new run.
+    def fresh(self) -> Position:
+        """The position before the first step of a new run.
 
         Raises InputError if the parameters of `checkpoint.weights` or `model.hf` do not fit.
         """
@@ -99,21 +110,21 @@ class Start:
         if weights is None and isinstance(model, ModelConfig) and model.hf is not None and Path(model.hf).is_dir():
             return self._published(state, model, Path(model.hf))
         if weights is None:
-            return state
+            return Position(state=state)
         where = f"{self.setup.run.where('checkpoint.weights')}: checkpoint.weights"
         saved, model = self._restore_elsewhere(where, Path(weights), self._restore_model)
         self.say(f"Starts with the parameters of {saved.folder}")
-        return self.setup.with_model(state, *model)
+        return Position(state=self.setup.with_model(state, *model), base=inherited_base(saved, self.setup.saved_shapes.frozen))
 
-    def _published(self, state: State, config: ModelConfig, folder: Path) -> State:
-        """The state with the parameters of a published model, if its folder has files."""
+    def _published(self, state: State, config: ModelConfig, folder: Path) -> Position:
+        """The position with the parameters of a published model, if its folder has files."""
         if not has_weights(folder):
             self.say(f"{folder} has no weights: the model starts from random values")
-            return state
+            return Position(state=state)
         with self.phase("restore", step=0):
-            params = published_params(self.setup, config, folder)
+            params, base = published_params(self.setup, config, folder), base_in(folder, self.setup.saved_shapes.frozen)
         self.say(f"Starts with the parameters of {folder}")
-        return self.setup.with_model(state, params, {})
+        return Position(state=self.setup.with_model(state, params, {}), base=base)
 
     def _restore_elsewhere(self, where: str, path: Path, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored]:
         restored = self._restore(search_elsewhere(path, read_key(self.setup.run.config.checkpoint.key)), restore)
@@ -140,16 +151,12 @@ class Start:
             for report in search.reports:
                 say(report)
 
-    def _restore_state(self, saved: SavedStep) -> State:
-        with self.phase("restore", step=saved.manifest.step):
-            return restore_state(self.setup, saved)
-
     def _restore_model(self, saved: SavedStep) -> tuple[Any, Any]:
         """The parameters of a checkpoint, and the variables that belong to them, such as statistics. Random keys belong to the run."""
         setup, cast = self.setup, self.setup.run.config.checkpoint.cast
         with self.phase("restore", step=0):
             try:
-                params = setup.stored_params(restore_params(saved, *setup.saved_params, cast=cast))
+                params = setup.stored_params(saved_params(setup, saved, *setup.saved_params, cast=cast))
                 one, shardings = setup.saved_of_one
                 one, shardings = (replace(state, variables=without_keys(one.variables, state.variables)) for state in (one, shardings))
                 if not jax.tree.leaves(one.variables):
@@ -167,11 +174,16 @@ def published_params(setup: Setup, config: ModelConfig, folder: Path) -> Any:
     return setup.stored_params(open_files(published(folder), config, shapes).load(shapes, shardings))
 
 
-def restore_state(setup: Setup, saved: SavedStep) -> State:
+def saved_params(setup: Setup, saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
+    """Parameters of a checkpoint, whichever of them were frozen. Raises InputError if they do not fit."""
+    return restored_params(saved, shapes, shardings, model=setup.run.config.model, whole=setup.saved_params[0], cast=cast)
+
+
+def restore_state(setup: Setup, saved: SavedStep, allow: Sequence[str] = ()) -> State:
     """The state of a checkpoint, laid out for this run. Raises InputError if it does not fit.
 
     Between two starts train.skip_spikes may be switched on, or its window changed: the window then starts empty. An average that is
-    switched on starts at the parameters. Late gradients, and the momentum of the outer step, start at zero.
+    switched on starts at the parameters. Late gradients, and the momentum of the outer step, start at zero. allow: as in `Resume`.
     """
     before, now = saved_replicas(saved), 0 if setup.phases is None else setup.phases.replicas.count
     check_phase(setup.run.where, saved, now)
@@ -181,8 +193,14 @@ def restore_state(setup: Setup, saved: SavedStep) -> State:
         shapes, shardings = setup.saved_of_one
         if before:
             shapes, shardings = lifted_shapes(shapes, shardings, before, momentum=setup.shapes.momentum is not None)
-    absent = _absent(saved, shapes)
-    state = restore(saved, replace(shapes, **absent), replace(shardings, **absent), cast=setup.run.config.checkpoint.cast)
+    absent, cast = _absent(saved, shapes), setup.run.config.checkpoint.cast
+    frozen: dict[str, Any] = {}
+    if saved.manifest.base is not None:
+        places, model, whole = (shapes.frozen, shardings.frozen), setup.run.config.model, setup.saved_params[0]
+        frozen = {"frozen": restored_frozen(saved, *places, model=model, whole=whole, cast=cast, allow=allow)}
+        shapes, shardings = replace(shapes, frozen={}), replace(shardings, frozen={})
+    state = restore(saved, replace(shapes, **absent), replace(shardings, **absent), cast=cast)
+    state = replace(state, **frozen)
     state = setup.from_saved(state if before == now else with_replicas(setup, state, has_replicas=before > 0))
     state = replace(state, **_first_values(setup, [name for name in absent if name != "average"]))
     return setup.with_average(state) if "average" in absent else state

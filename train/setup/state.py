@@ -119,7 +119,11 @@ class StateLayout:
 
     def to_save(self, state: State) -> State:
         """The state as a checkpoint has it. The state remains."""
-        return self._left(state) if self.storage.reshapes else state
+        if not self.storage.reshapes:
+            return state
+        # Without a copy of frozen parameters that are not saved.
+        left = self._left(replace(state, frozen={}))
+        return replace(left, frozen=self._left_frozen(state.frozen)) if state.frozen else left
 
     def from_saved(self, state: State) -> State:
         """The inverse of `to_save`. The state may lack optional parts."""
@@ -157,7 +161,11 @@ class StateLayout:
 
     @functools.cached_property
     def _left(self) -> Callable[[State], State]:
-        return jax.jit(self._leave, out_shardings=self.saved_shardings, compiler_options=COMPILED_ONCE)
+        return jax.jit(self._leave, out_shardings=replace(self.saved_shardings, frozen={}), compiler_options=COMPILED_ONCE)
+
+    @functools.cached_property
+    def _left_frozen(self) -> Callable[[Tree], Tree]:
+        return jax.jit(self.storage.left, out_shardings=self.saved_shardings.frozen, compiler_options=COMPILED_ONCE)
 
     def last_params(self, state: State) -> Tree:
         """The parameters as the state has them: its own, or with phases the last exchange's."""

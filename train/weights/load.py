@@ -6,7 +6,8 @@ one shard. An array is read in the layout of the model; the run then converts it
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,18 @@ class Files:
     def load(self, shapes: Any, shardings: Any) -> Any:
         """The parameters, laid out by `shardings`. shapes: their tree of shapes, nested dicts."""
         return jax.tree.map_with_path(lambda path, x, sharding: self._load(path_text(path), x, sharding), shapes, shardings)
+
+    def pieces(self, path: str, shape: Shape, dtype: Any, most: int) -> Iterator[tuple[tuple[slice, ...], np.ndarray[Any, Any]]]:
+        """All parts of a parameter, each with its place. A part has at most `most` bytes, or it is a row of a tensor."""
+        source = self.sources[path]
+        cut = len(shape) - 1 if source.is_transposed else source.num_stacked
+        row = max(math.prod(shape[source.num_stacked :]) // max(shape[cut], 1), 1) * np.dtype(dtype).itemsize
+        step = max(most // row, 1)
+        for stacked in np.ndindex(*shape[: source.num_stacked]):
+            for begin in range(0, shape[cut], step):
+                spans = [range(n, n + 1) for n in stacked] + [range(size) for size in shape[source.num_stacked :]]
+                spans[cut] = range(begin, min(begin + step, shape[cut]))
+                yield tuple(slice(span.start, span.stop) for span in spans), _read(self.folder, source, self.names, tuple(spans), dtype)
 
     def _load(self, path: str, x: Any, sharding: Any) -> jax.Array:
         return _sharded(self.folder, self.sources[path], self.names, tuple(x.shape), x.dtype, sharding)

@@ -107,7 +107,7 @@ def test_published_weights_are_read_in_the_base_type(tiny_file, tmp_path, layout
     def fresh(*more):
         setup = prepare(load(file, [*overrides, *layout, *more]))
         start = Start(setup, {}, lambda *_, **__: contextlib.nullcontext(), lambda text: None)
-        return setup.model_params(setup.last_params(start.fresh()))
+        return setup.model_params(setup.last_params(start.fresh().state))
 
     wide, half = flat(fresh()), flat(fresh("optimizer.train=[layers/attn/**]", "model.base_dtype=bf16"))
     for path, x in half.items():

@@ -59,7 +59,7 @@ pytestmark = pytest.mark.slow
 class Job:
     """A run of some processes, each with two devices, that begins from a published model."""
 
-    def __init__(self, nursery, folder, count):
+    def __init__(self, nursery, folder, count, train=None):
         self.folder, self._nursery, self._count = folder, nursery, count
         folder.mkdir()
         np.save(folder / "tokens.npy", np.random.default_rng(0).integers(3, 64, 8000, np.uint16))
@@ -70,6 +70,7 @@ class Job:
             "rules": RULES,
             "model": {"hf": str(GOLDEN), "seq": 16},
             "data": {"source": "tokens", "path": str(folder / "tokens.npy"), "eval_tokens": 0},
+            "optimizer": {"train": train},
             "train": {"steps": STEPS, "batch": 8},
             "checkpoint": {"every": 4, "export": {"every": 10, "path": str(folder / "exports")}},
             "watchdog": {"join_seconds": 60, "peer_seconds": 5, "step_seconds": 60},
@@ -100,17 +101,27 @@ class Job:
             assert processes.wait_all() == [-signal.SIGKILL] * self._count
         assert (self.folder / "exports" / f"{step}.writing").is_dir()
 
+    def kill_anywhere(self, seconds):
+        """Kills all processes some seconds after their start, unless they have ended. Returns whether they had."""
+        with self.start() as processes:
+            time.sleep(seconds)
+            for process in range(self._count):
+                processes.send(process, signal.SIGKILL)
+            return processes.wait_all() == [0] * self._count
+
     def end(self):
         with self.start() as processes:
             assert processes.wait_all() == [0] * self._count, processes.output(0)
         return self.folder
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[(1, None), (2, None), (1, ["layers/attn/**"])], ids=["1", "2", "frozen"])
 def killed(request, nursery, tmp_path_factory):
     """The folders of an unbroken run and of one that was killed while it exported, and later."""
-    folder, chance = tmp_path_factory.mktemp("runs"), random.Random(request.param)
-    straight, broken = (Job(nursery, folder / name, request.param) for name in ("straight", "broken"))
+    folder, chance = tmp_path_factory.mktemp("runs"), random.Random(request.param[0])
+    straight, broken = (Job(nursery, folder / name, *request.param) for name in ("straight", "broken"))
+    for _ in range(7 if request.param[1] else 0):
+        broken.kill_anywhere(chance.uniform(2, 9))
     for step in (10, 10, 20):
         broken.kill(step, chance.uniform(0, 0.8))
         assert all(open_folder(path).tensors for path in (broken.folder / "exports").iterdir() if path.suffix != ".writing")
