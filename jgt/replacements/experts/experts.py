@@ -10,23 +10,15 @@ A call is found by its region. The rules say where its experts are:
 
 Its tokens are split as the inputs are. Without `experts:`, each device runs all experts on its own tokens, which is the same program for an
 axis of one device: rows are never sorted across devices.
-
-A function that takes a maximum over rows, say, would give a device other numbers than the whole batch, because a device has other rows. No
-type shows that. So the function runs once on a few rows of two experts, and again with the rows of each expert in another order and with
-other noise behind the last group: the results have to be the same, in that order.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.program import jaxpr as jx
@@ -38,13 +30,10 @@ from jgt.replacements.experts.call import ExpertCall
 from jgt.replacements.experts.exchange import Exchange, run_on
 from jgt.replacements.experts.grouped import mosaic_obstacle
 from jgt.replacements.experts.top_k import RowLayout, chosen_by_row
+from jgt.replacements.experts.trial import is_row_wise
 from jgt.replacements.proof import equations_for
 from jgt.replacements.replacement import ParameterPlace, Replaced, Site
 from jgt.rules import ExpertsRule, Match, Rules, match_experts, misfits
-
-_SIZES = (5, 3)
-"""The rows of each expert in the trial; some more belong to none."""
-_NUM_ROWS = 12
 
 
 def call_of(equation: Equation) -> ExpertCall | None:
@@ -147,10 +136,10 @@ def _problems(
             f"{where}: the tokens are not split over {rule.axis}, so each of its devices would route the same ones. "
             f"Add {rule.axis} to the axes of the batch: axes: {{batch: [..., {rule.axis}]}}"
         )
-    if tries and not _is_row_wise(call, equation):
+    if tries and not is_row_wise(call, equation):
         yield (
-            f"{where}: the function of experts at {jx.line_of(equation)} does not map each row on its own: in another order, rows have "
-            "other results. Take sums and maxima over rows out of it"
+            f"{where}: the function of experts at {jx.line_of(equation)} does not map each row on its own: beside other rows, a "
+            "row has another result. Take sums, means and maxima over rows out of it"
         )
 
 
@@ -179,36 +168,3 @@ def _replaced(call: ExpertCall, exchange: Exchange, mesh: Mesh | AbstractMesh, e
         return run_on(call, exchange, mesh, operands)
 
     return equations_for(run, equation, equation.invars, equation.outvars)
-
-
-def _is_row_wise(call: ExpertCall, equation: Equation) -> bool:
-    """Whether the function of a call, whose equation this is, gives each row the same result whatever rows there are beside it."""
-    # A new thread has no trace around it, so operations there run.
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_try, call, equation).result()
-
-
-def _try(call: ExpertCall, equation: Equation) -> bool:
-    leaves, x = [jx.struct_of(atom) for atom in equation.invars[:-3]], jx.struct_of(equation.invars[-3])
-    count = min(len(_SIZES), leaves[0].shape[0])
-    sizes, num = jnp.array(_SIZES[:count], jnp.int32), sum(_SIZES[:count])
-    order = np.arange(_NUM_ROWS)
-    order[: _SIZES[0]] = np.roll(order[: _SIZES[0]], 2)
-    order[_SIZES[0] : num] = order[_SIZES[0] : num][::-1]
-
-    def run(rows: jax.Array) -> np.ndarray[Any, Any]:
-        return np.asarray(call.run(weights, rows, sizes), np.float32)[:num]
-
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        weights = [_noise((count, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
-        rows = _noise((_NUM_ROWS, x.shape[-1]), x.dtype)
-        once, again = run(rows), run(rows[order].at[num:].multiply(7))
-    tolerance = 1e-5 if x.dtype == jnp.float32 else 2e-2
-    return np.allclose(once[order[:num]], again, rtol=tolerance, atol=tolerance * float(np.max(np.abs(once))))
-
-
-def _noise(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    # Weights may be large, and random numbers for all of them would take seconds. A prime length makes rows differ.
-    numbers = np.random.default_rng(math.prod(shape)).standard_normal(4099, np.float32) / math.sqrt(shape[-1])
-    # Rounded before it is repeated: a copy costs less than a conversion.
-    return jnp.asarray(np.resize(numbers.astype(dtype), shape))

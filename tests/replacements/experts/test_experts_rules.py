@@ -11,12 +11,12 @@ from jgt import signal
 MESH = {"data": 2, "expert": 4}
 
 
-def refused(change=None, mesh=MESH, count=8, layer=mixed):
+def refused(change=None, mesh=MESH, count=8, layer=mixed, embed=16):
     """The message for rules that were changed."""
     rules = rules_of(mesh)
     if change is not None:
         change(rules)
-    params, x = make(jax.random.key(0), count, 16, 24), jnp.ones((8, 4, 16))
+    params, x = make(jax.random.key(0), count, embed, 24), jnp.ones((8, 4, embed))
     with pytest.raises(jgt.InputError) as error:
         jgt.place(loss_of(layer, 2), rules, jgt.make_mesh(mesh), params, x)
     return str(error.value)
@@ -68,17 +68,89 @@ def test_a_rule_without_a_call():
     assert "no jgt.signal.experts is called at this signal or below it" in refused(layer=dense)
 
 
-def test_a_function_that_mixes_rows():
-    def centred(rows, sizes, weights):
-        return jax.lax.ragged_dot(rows - jnp.mean(rows, axis=0, keepdims=True), weights["up"], sizes)
+def centred(rows, sizes, weights):
+    """Over all rows."""
+    return rows - jnp.mean(rows, axis=0, keepdims=True)
+
+
+def centred_by_expert(rows, sizes, weights):
+    """Over the rows of each expert, of which a device may have a part."""
+    own = jax.nn.one_hot(jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(len(rows)), side="right"), len(sizes))
+    return rows - own @ (own.T @ rows / jnp.maximum(sizes, 1)[:, None])
+
+
+def by_its_place(rows, sizes, weights):
+    return rows * jnp.arange(len(rows))[:, None]
+
+
+def less_the_row_before(rows, sizes, weights):
+    return rows - jnp.roll(rows, 1, axis=0)
+
+
+def by_the_size_of_its_group(rows, sizes, weights):
+    return rows / jnp.sum(sizes)
+
+
+def centred_if_wide(rows, sizes, weights):
+    return centred(rows, sizes, weights) if rows.shape[1] > 100 else rows
+
+
+def centred_in_heads(rows, sizes, weights):
+    """With a number of columns that no other width has."""
+    heads = rows.reshape(len(rows), 4, 32)
+    return (heads - jnp.mean(heads, axis=0, keepdims=True)).reshape(rows.shape)
+
+
+def through(fn):
+    """A layer whose experts run `fn` in front of a matmul."""
+
+    def run(rows, sizes, weights):
+        return jax.lax.ragged_dot(fn(rows, sizes, weights), weights["up"], sizes)
 
     def layer(params, x, choose, bias):
         with signal.context("moe"):
-            return signal.experts(centred, {"up": params["up"]}, x, *route(params, x, choose, bias))
+            return signal.experts(run, {"up": params["up"]}, x, *route(params, x, choose, bias))
 
-    message = refused(lambda rules: rules["signals"]["**/moe"].update(params={"up": ["expert", None, None]}), layer=layer)
+    return layer
+
+
+def only_up(rules):
+    rules["signals"]["**/moe"].update(params={"up": ["expert", None, None]})
+
+
+@pytest.mark.parametrize(
+    ("fn", "embed"),
+    [
+        (centred, 16),
+        (centred, 128),
+        (centred_by_expert, 16),
+        (by_its_place, 128),
+        (less_the_row_before, 128),
+        (by_the_size_of_its_group, 128),
+        (centred_if_wide, 128),
+        (centred_in_heads, 128),
+    ],
+)
+def test_functions_that_mix_rows(fn, embed):
+    message = refused(only_up, layer=through(fn), embed=embed)
     assert "does not map each row on its own" in message
     assert "tests/replacements/experts/test_experts_rules.py:" in message
+
+
+def with_heads(rows, sizes, weights):
+    heads = rows.reshape(len(rows), 4, 32)
+    return (heads / jnp.sqrt(jnp.mean(heads**2, axis=-1, keepdims=True))).reshape(rows.shape)
+
+
+def normalised(rows, sizes, weights):
+    return (rows - jnp.mean(rows, axis=-1, keepdims=True)) / jnp.std(rows, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("fn", [with_heads, normalised])
+def test_functions_of_each_row_have_any_width(fn):
+    rules = rules_of(MESH)
+    only_up(rules)
+    jgt.place(loss_of(through(fn), 2), rules, jgt.make_mesh(MESH), make(jax.random.key(0), 8, 128, 24), jnp.ones((8, 4, 128)))
 
 
 def test_tokens_that_the_axes_do_not_divide():
