@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -227,6 +228,9 @@ class _Watch:
 
     def changed(self, event, path):
         if isinstance(path, int) or Path(os.fsdecode(path)).suffix == ".pyc" or "__pycache__" in str(path):
+            return
+        # JAX keeps what it compiles.
+        if (cache := jax.config.jax_compilation_cache_dir) and os.fsdecode(path).startswith(cache):
             return
         if not f"{os.path.realpath(path)}/".startswith(f"{self.folder}/"):
             self.seen.append(f"{event} {path!r}")
