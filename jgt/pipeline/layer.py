@@ -106,29 +106,21 @@ def _value(atom: Atom, known: Mapping[Atom, jax.Array]) -> jax.Array:
 
 
 Gradients = dict[int, jax.Array]
-"""Gradients by the position of what they belong to: among the weights that have gradients, then the common values that have."""
+"""Gradients by the position of what they belong to: among the weights that are floats, then the common values that are."""
 
 
 class Layer:
     """A layer's programs at one set of shapes.
 
-    weights, common: those with gradients. recompute: only what travels into the layer is saved. apart: weight gradients have a program
-    of their own.
+    recompute: only what travels into the layer is saved. apart: weight gradients have a program of their own.
     """
 
     def __init__(
-        self,
-        body: Callable[[LayerInputs[jax.Array]], Arrays],
-        shapes: LayerInputs[jax.ShapeDtypeStruct],
-        weights: Floats,
-        common: Floats,
-        *,
-        recompute: bool,
-        apart: bool,
+        self, body: Callable[[LayerInputs[jax.Array]], Arrays], shapes: LayerInputs[jax.ShapeDtypeStruct], *, recompute: bool, apart: bool
     ):
         leaves: list[Any] = jax.tree.leaves(shapes)
         inputs_of = partial(jax.tree.unflatten, cast(Any, jax.tree.structure(shapes)))
-        travel = Floats.among(shapes.travel)
+        weights, common, travel = (Floats.among(x) for x in (shapes.weights, shapes.common, shapes.travel))
         # Nothing is differentiated with respect to the batch, so local values and the index need no gradient.
         without = (False,) * (len(shapes.local) + 1)
         floats = Floats((*weights.which, *common.which, *without, *travel.which))

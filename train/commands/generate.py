@@ -45,7 +45,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     if not (prompts or arguments.chat):
         raise InputError(["command line: give prompts with --prompt or --prompts, or --chat to type them"])
     loaded = load_writer(arguments.model, arguments.overrides, arguments.code)
-    chat = Chat.of(loaded.tokenizer) if arguments.chat else None
+    chat = Chat.of(loaded.tokenizer, loaded.setup.run.config.data) if arguments.chat else None
     given = {name: getattr(arguments, name) for name in ("tokens", "temperature", "samples", "stop")}
     changes = {"seed": arguments.seed, **{name: value for name, value in given.items() if value is not None}}
     if chat is not None and chat.template is None:

@@ -59,6 +59,8 @@ class Data:
     """The token that ends a document; None if documents are not masked from each other."""
     element: Mapping[str, jax.ShapeDtypeStruct] | None = None
     """The arrays of one row, for data of the user's own."""
+    notes: tuple[str, ...] = ()
+    """Lines about the data for the log of a run."""
     pads: bool = True
     """Whether a row of padding has no weight, so that the last batch of an evaluation may have some."""
     _stack: Stack

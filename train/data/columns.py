@@ -1,4 +1,4 @@
-"""The texts of Parquet and Arrow files, for a tokenizer: one column, each of its rows a document.
+"""The texts of Parquet and Arrow files, for a tokenizer: one column, each of its rows a document. Chats have several columns (`read_rows`).
 
 Both formats know their columns, so a wrong `data.field` is found from the schema, before anything is read. An Arrow file is in the
 random-access form, which Feather files of version 2 have too, or a stream as the package `datasets` writes it.
@@ -10,14 +10,15 @@ limit of packed files (`packed.py`). pyarrow is the extra `data`; it is imported
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from jgt.document import shown
 
-from .documents import MAX_LINE_BYTES
+from .documents import MAX_LINE_BYTES, Record
 from .packed import TextError, is_too_much
 
 _ROWS = 128
@@ -26,15 +27,31 @@ _ROWS = 128
 
 def read_columns(path: Path, *, field: str, kind: Literal["Parquet", "Arrow"]) -> Iterator[str | TextError]:
     """The text of each row in the column `field` of a Parquet file, or of an Arrow IPC file or stream."""
+    arrays = (_parquet_rows if kind == "Parquet" else _arrow_rows)(path, field)
+    return _texts(path, kind, arrays, lambda where, value: _text(where, field, value))
+
+
+def read_rows(path: Path, columns: Collection[str]) -> Iterator[Record | TextError]:
+    """The place and the values of each row of a Parquet file, in those of the columns that it has.
+
+    All rows of a column of mappings have the same keys there, so a null is a key that a row does not have.
+    """
+    texts = _texts(path, "Parquet", _parquet_tables(path, columns), lambda _, row: json.dumps(row, default=str))
+    for number, text in enumerate(texts, 1):
+        yield text if isinstance(text, TextError) else (f"{path}: row {number}", json.loads(text, object_pairs_hook=_without_nulls))
+
+
+def _texts(path: Path, kind: str, arrays: Iterator[Any], text_of: Callable[[str, Any], str | TextError]) -> Iterator[str | TextError]:
+    """A text for each value of some arrays. text_of(where, value): makes it."""
     pyarrow: Any = importlib.import_module("pyarrow")
     row, total, size = 0, 0, path.stat().st_size
     try:
-        for array in (_parquet_rows if kind == "Parquet" else _arrow_rows)(path, field):
+        for array in arrays:
             # Full: offsets inside the data, and UTF-8. What fails here could crash the process below.
             array.validate(full=True)
             for value in array.to_pylist():
                 row += 1
-                text = _text(f"{path}: row {row}", field, value)
+                text = text_of(f"{path}: row {row}", value)
                 total += len(text) if isinstance(text, str) else 0
                 if is_too_much(total, size):
                     raise TextError(f"row {row}: the texts are {total // size:,} times as large as the file, too much for text")
@@ -46,6 +63,19 @@ def read_columns(path: Path, *, field: str, kind: Literal["Parquet", "Arrow"]) -
     # Damage is an error of Arrow's, of the system or, in the text of a message, of Python's.
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         yield TextError(f"{path}: the {kind} data is damaged or cut short, after row {row}: {error}. Create or download the file again")
+
+
+def _without_nulls(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in pairs if value is not None}
+
+
+def _parquet_tables(path: Path, columns: Collection[str]) -> Iterator[Any]:
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    with parquet.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        if not (read := [name for name in names if name in columns]):
+            raise TextError(f"has the columns {', '.join(map(shown, names[:12]))}, and none of {', '.join(columns)}")
+        yield from file.iter_batches(batch_size=_ROWS, columns=read, use_threads=False)
 
 
 def _parquet_rows(path: Path, field: str) -> Iterator[Any]:

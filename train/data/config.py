@@ -22,6 +22,7 @@ from jgt.document import Bound, InputError, LocalPath, Node, path_problem, shown
 
 from ..code.names import OR_OWN, is_name
 from ..sections import is_installed
+from .chat.keys import ChatKeys
 from .files import Finder, standard_library
 
 Problem = tuple[str, str]
@@ -44,7 +45,7 @@ SUFFIXES: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SourceKeys:
+class _SourceKeys(ChatKeys):
     """The keys that a single source and a part of a mixture share.
 
     path: a file, a folder (all files below it) or a glob; relative to the working directory.
@@ -67,12 +68,12 @@ class MixturePart(_SourceKeys):
 
     weight: the share of this part is its weight divided by the sum of all weights.
     source: stdlib (the source text of Python's standard library), text (plain files), tokens (.npy and .bin), jsonl (one JSON object
-    per line), parquet or arrow. Files of text and jsonl may be packed (.gz, .zst).
+    per line), parquet, arrow or chat (conversations in JSON lines or Parquet). Files of text, jsonl and chat may be packed (.gz, .zst).
     name: the part in metrics, such as eval_loss/NAME. null: from its path.
     """
 
     weight: Annotated[float, Bound(above=0, high=1_000_000)]
-    source: Literal["stdlib", "text", "tokens", "jsonl", "parquet", "arrow"] = "stdlib"
+    source: Literal["stdlib", "text", "tokens", "jsonl", "parquet", "arrow", "chat"] = "stdlib"
     name: str | None = None
 
     @property
@@ -97,12 +98,13 @@ class MixturePart(_SourceKeys):
             for key in ("path", "eval_path"):
                 if getattr(self, key) is not None:
                     yield key, f"the source stdlib reads no {key}. Remove the key, or set source to the kind of the files: text, jsonl, .."
-        elif self.path is None:
+        elif self.path is None and self.source != "chat":
             yield "path", f"the source {self.source} needs a path: a file, a folder or a glob"
         if self.field != "text" and self.source not in _DOCUMENTS:
             yield "field", f"only the sources {', '.join(_DOCUMENTS)} have fields, and source is {self.source}. Remove the key"
         if self.dtype != "uint16" and self.source != "tokens":
             yield "dtype", f"only the source tokens has a dtype, and source is {self.source}. Remove the key"
+        yield from self.unread(self.source)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +121,7 @@ class DataConfig(_SourceKeys):
     mixture: the parts, each with a weight; for the source mixture.
     """
 
-    source: Annotated[Literal["stdlib", "text", "tokens", "jsonl", "parquet", "arrow", "mixture"], OR_OWN] = "stdlib"
+    source: Annotated[Literal["stdlib", "text", "tokens", "jsonl", "parquet", "arrow", "chat", "mixture"], OR_OWN] = "stdlib"
     eval_tokens: Annotated[int, Bound(low=0, high=10**12)] | None = None
     shuffle: bool = True
     documents: Literal["join", "mask"] = "join"
@@ -137,6 +139,16 @@ class DataConfig(_SourceKeys):
             return self.mixture
         keys = {key: getattr(self, key) for key in _SourceKeys.__dataclass_fields__}
         return (MixturePart(weight=1.0, source=self.source, **keys),)
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether some rows are conversations."""
+        return any(part.source == "chat" for part in self.parts())
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether batches say where documents or conversations begin."""
+        return self.documents == "mask" or any(part.source == "chat" and part.packing for part in self.parts())
 
     @property
     def tokenizer_name(self) -> str | None:
@@ -162,6 +174,8 @@ class DataConfig(_SourceKeys):
             yield "mixture", f"has {len(self.mixture)} parts, but source is {self.source}. Set source to mixture, or remove the parts"
 
     def _end_problems(self) -> Iterator[Problem]:
+        if self.documents == "mask" and all(part.source == "chat" for part in self.parts()):
+            yield "documents", "the source chat has conversations, which never attend to each other. Remove the key"
         token_parts = [part for part in self.parts() if part.source == "tokens"]
         if self.end_of_text is None:
             # A tokenizer.json has such an id. The tokenizer of bytes is only the default, and says nothing of ids that were made elsewhere.
@@ -223,12 +237,13 @@ def path_problems(config: DataConfig | OwnData) -> Iterator[Problem]:
 def _missing(part: MixturePart) -> Iterator[Problem]:
     if part.source in ("parquet", "arrow") and not is_installed("pyarrow"):
         yield "source", f"{part.source} needs the package pyarrow. Install it: pip install 'jgt[data]'"
+    yield from part.missing(part.source)
     if part.tokenizer != BYTES:
         if path_problem(part.tokenizer):
             yield "tokenizer", f"no such file: {part.tokenizer}. Write bytes, or the path of a tokenizer.json"
         elif not os.access(part.tokenizer, os.R_OK):
             yield "tokenizer", f"no permission to read {part.tokenizer}"
-    if part.source == "stdlib" and not standard_library().paths:
+    if part.path is None and not standard_library().paths:
         yield "source", "this Python has no standard library in source form. Use the source text and a path"
 
 
@@ -276,6 +291,9 @@ def _file_problems(path: str, source: str, matches: tuple[Path, ...]) -> Iterato
             )
     if matches and all(file.suffix == ".idx" for file in matches):
         yield f"{matches[0]} is only an index. Name the .bin file beside it"
-    packed = [file for file in matches if file.suffix == ".zst"] if source in ("text", "jsonl") else []
+    packed = [file for file in matches if file.suffix == ".zst"] if source in ("text", "jsonl", "chat") else []
+    columns = [file for file in matches if file.suffix in SUFFIXES["parquet"]] if source == "chat" else []
+    if columns and not is_installed("pyarrow"):
+        yield f"{columns[0]} needs the package pyarrow. Install it: pip install 'jgt[data]'"
     if packed and not is_installed("zstandard"):
         yield f"{packed[0]} needs the package zstandard. Install it (pip install 'jgt[data]'), or unpack the file"

@@ -16,11 +16,14 @@ import difflib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from jgt.document import Node, shown
 
 from .packed import TextError, read_blocks
 
+Record = tuple[str, dict[str, Any]]
+"""The place of a JSON line or of a row, as `file:line`, and its values by name."""
 MAX_LINE_BYTES = 1 << 24
 _MOST_FIELDS = 12
 _MAX_NAME = 100
@@ -62,6 +65,11 @@ def read_file(path: Path, *, as_bytes: bool = False) -> Iterator[str | TextError
 
 def read_documents(path: Path, *, field: str) -> Iterator[str | TextError]:
     """The text in `field` of every JSON line that is not blank. A file that ends in .gz or .zst is unpacked."""
+    return (row if isinstance(row, TextError) else _text(*row, field) for row in read_objects(path))
+
+
+def read_objects(path: Path) -> Iterator[Record | TextError]:
+    """The place and the object of every JSON line that is not blank. A file that ends in .gz or .zst is unpacked."""
     is_empty = True
     try:
         for first, block in _blocks(path):
@@ -69,7 +77,7 @@ def read_documents(path: Path, *, field: str) -> Iterator[str | TextError]:
             for number, line in enumerate([] if block.isspace() else block.split(b"\n"), first):
                 if line and not line.isspace():
                     is_empty = False
-                    yield _text(f"{path}:{number}", line, field)
+                    yield _object(f"{path}:{number}", line)
         # An empty file among many is most likely a failed download.
         if is_empty:
             yield TextError(f"{path}: the file is empty: it contains no documents")
@@ -95,7 +103,7 @@ def _blocks(path: Path) -> Iterator[tuple[int, bytes]]:
         yield line, rest
 
 
-def _text(where: str, line: bytes, field: str) -> str | TextError:
+def _object(where: str, line: bytes) -> Record | TextError:
     try:
         document = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -107,6 +115,10 @@ def _text(where: str, line: bytes, field: str) -> str | TextError:
         return TextError(f"{where}: not valid JSON: {error}")
     if not isinstance(document, dict):
         return TextError(f"{where}: must be a JSON object, not {Node(document, where).in_words()}")
+    return where, document
+
+
+def _text(where: str, document: dict[str, Any], field: str) -> str | TextError:
     if field not in document:
         # The longest text first: it is the likeliest to be meant.
         known = sorted(document, key=lambda name: len(document[name]) if isinstance(document[name], str) else -1, reverse=True)

@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -40,9 +40,8 @@ _BATCH_CHARACTERS = 1 << 20
 _MAX_PROBLEMS = 20
 _BLOCK_BYTES = 1 << 22
 
-Reader = Callable[[Path], Iterator[str | TextError]]
-Around = tuple[tuple[int, ...], tuple[int, ...]]
-"""The tokens in front of each text, and those behind it."""
+_Item = TypeVar("_Item")
+Reader = Callable[[Path], Iterator[_Item | TextError]]
 
 
 class UnreadableError(InputError):
@@ -53,7 +52,7 @@ class UnreadableError(InputError):
         self.missing, self.stopped = missing, stopped
 
 
-def open_encoded(files: FileSet, reader: Reader, *, tokenizer: Tokenizer, separator: int | None, kind: str, cache_dir: Path) -> Stream:
+def open_encoded(files: FileSet, reader: Reader[str], *, tokenizer: Tokenizer, separator: int | None, kind: str, cache_dir: Path) -> Stream:
     """The tokens of the texts that `reader` yields for each file, from the cache if they are in it.
 
     With a `separator` each text is a document: the separator follows it, and the tokenizer's beginning, if it has one, precedes it.
@@ -61,21 +60,42 @@ def open_encoded(files: FileSet, reader: Reader, *, tokenizer: Tokenizer, separa
     UnreadableError with all texts that could not be read.
     """
     dtype = next(dtype for dtype in ("uint8", "uint16", "uint32") if tokenizer.vocab_size - 1 <= np.iinfo(dtype).max)
+    begin, end = ((), ()) if separator is None else (tokenizer.special.beginning, (separator,))
+
+    def encode(texts: Iterator[str]) -> Iterator[np.ndarray]:
+        around = (np.asarray(begin, dtype), np.asarray(end, dtype))
+        encoded = (tokens for batch in _batches(texts) for tokens in tokenizer.encode_batch(batch))
+        return (np.concatenate([around[0], tokens, around[1]]) for tokens in encoded)
+
+    kinds = [kind, *([begin] if begin else [])]
+    return open_cached(files, reader, encode, key=[*kinds, tokenizer.identity], dtype=dtype, cache_dir=cache_dir)
+
+
+def open_cached(
+    files: FileSet,
+    reader: Reader[_Item],
+    encode: Callable[[Iterator[_Item]], Iterator[np.ndarray]],
+    *,
+    key: list[Any],
+    dtype: str,
+    cache_dir: Path,
+) -> Stream:
+    """The tokens that `encode` makes of what `reader` yields for each file, from the cache if they are in it.
+
+    key: names everything beside the files that decides the tokens. dtype: their type. Raises InputError and UnreadableError.
+    """
     # Modification times instead of contents: hashing a large text at every start would take minutes.
     states = [path.stat() for path in files.paths]
     listed = [(str(path.resolve()), state.st_size, state.st_mtime_ns) for path, state in zip(files.paths, states, strict=True)]
-    begin, end = ((), ()) if separator is None else (tokenizer.special.beginning, (separator,))
-    kinds = [kind, *([begin] if begin else [])]
-    key = hashlib.sha256(json.dumps([_FORMAT, *kinds, tokenizer.identity, listed]).encode()).hexdigest()[:32]
-    cached = (path for path in sorted(cache_dir.glob(f"{key}.*.{dtype}.bin")) if path.is_file())
-    path = next((path for path in cached if path.name == f"{key}.{_checksum(path)}.{dtype}.bin"), None)
+    name = hashlib.sha256(json.dumps([_FORMAT, *key, listed]).encode()).hexdigest()[:32]
+    cached = (path for path in sorted(cache_dir.glob(f"{name}.*.{dtype}.bin")) if path.is_file())
+    path = next((path for path in cached if path.name == f"{name}.{_checksum(path)}.{dtype}.bin"), None)
     if path is None:
-        pieces = _token_bytes(files, reader, tokenizer, (begin, end), dtype)
-        path = _write(cache_dir, key, dtype, pieces, max(state.st_mtime_ns for state in states))
+        pieces = _token_bytes(files, reader, encode, dtype)
+        path = _write(cache_dir, name, dtype, pieces, max(state.st_mtime_ns for state in states))
     # The position of a bad id counts tokens of the cache file, so its message names both.
     first, more = files.paths[0], len(files.paths) - 1
-    name = f"{first}{f' and {more} more' if more else ''} (encoded in {path})"
-    return Stream((replace(map_bin(path, dtype), name=name),))
+    return Stream((replace(map_bin(path, dtype), name=f"{first}{f' and {more} more' if more else ''} (encoded in {path})"),))
 
 
 def remove_leftovers(cache_dir: Path) -> None:
@@ -88,33 +108,40 @@ def remove_leftovers(cache_dir: Path) -> None:
                 path.unlink()
 
 
-def _token_bytes(files: FileSet, reader: Reader, tokenizer: Tokenizer, around: Around, dtype: str) -> Iterator[bytes]:
-    """The contents of the cache file, one piece per text. Raises UnreadableError at the end, after all texts were tried."""
-    problems = list[TextError]()
-    begin, end = (np.asarray(tokens, dtype) for tokens in around)
-    num_tokens = 0
-    for texts in _batches(_readable(files, reader, problems)):
-        for tokens in tokenizer.encode_batch(texts):
-            num_tokens += len(begin) + len(tokens) + len(end)
-            # Little-endian on every machine, as `map_bin` reads it.
-            yield np.concatenate([begin, tokens, end]).astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+def _token_bytes(
+    files: FileSet, reader: Reader[_Item], encode: Callable[[Iterator[_Item]], Iterator[np.ndarray]], dtype: str
+) -> Iterator[bytes]:
+    """The contents of the cache file, one piece per item. Raises UnreadableError at the end, after all items were tried."""
+    problems, num_tokens = list[TextError](), 0
+    for tokens in encode(_readable(files, reader, problems)):
+        num_tokens += len(tokens)
+        # Little-endian on every machine, as `map_bin` reads it.
+        yield tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
     if num_tokens == 0 and not problems:
         raise InputError([f"{path}: the file is empty: it contains no tokens" for path in files.paths])
     if problems:
         missing = [problem for problem in problems if problem.fields is not None]
-        others = [str(problem) for problem in problems if problem.fields is None]
+        others = _grouped([problem for problem in problems if problem.fields is None])
         if (stopped := len(problems) == _MAX_PROBLEMS) and others:
             others.append(f"{_MAX_PROBLEMS} problems; the rest was not read")
         raise UnreadableError(others, missing, stopped=stopped)
 
 
-def _readable(files: FileSet, reader: Reader, problems: list[TextError]) -> Iterator[str]:
-    """The texts that could be read; appends the others to `problems`, and stops after _MAX_PROBLEMS of them."""
-    for text in (text for path in files.paths for text in reader(path)):
-        if isinstance(text, str):
-            yield text
+def _grouped(problems: list[TextError]) -> list[str]:
+    """One message for all texts with the same problem: that of the first one."""
+    alike = dict[str, list[TextError]]()
+    for problem in problems:
+        alike.setdefault(problem.why or str(problem), []).append(problem)
+    return [f"{some[0]}{f' (and {len(some) - 1} more have this problem)' if len(some) > 1 else ''}" for some in alike.values()]
+
+
+def _readable(files: FileSet, reader: Reader[_Item], problems: list[TextError]) -> Iterator[_Item]:
+    """The items that could be read; appends the others to `problems`, and stops after _MAX_PROBLEMS of them."""
+    for item in (item for path in files.paths for item in reader(path)):
+        if not isinstance(item, TextError):
+            yield item
             continue
-        problems.append(text)
+        problems.append(item)
         if len(problems) == _MAX_PROBLEMS:
             return
 

@@ -16,11 +16,12 @@ import numpy as np
 from jgt.document import InputError
 
 from .batches import Data, stack_tokens
+from .chat.rows import ChatRows, as_row, stack_rows
 from .config import DataConfig, OwnData, Problem, path_problems
 from .encoded import remove_leftovers
 from .mapped import MappedFile
 from .own import OwnSource
-from .sources import Opener, Splits, located, spared_tokens
+from .sources import Opener, Samples, Splits, located, spared_tokens
 from .special import WAYS_TO_NAME_AN_END
 from .stream import Stream, Windows, num_windows
 from .tokenizer import Tokenizer, open_tokenizer
@@ -58,20 +59,19 @@ def open_data(
         raise InputError(problems)
     _raise_any(list(_size_problems(config, prefixes, splits, seq)), where)
     with _located(where, "data.documents"):
-        _check_ends(config, [split.train for split in splits], end)
-    held_out = {
-        name: grain.MapDataset.source(Windows(stream=split.held_out, seq=seq, vocab=vocab))
-        for name, split in zip(config.part_names(), splits, strict=True)
-        if split.held_out is not None
-    }
+        _check_ends(config, [split.train.stream for split in splits], end)
+    named = [*zip(config.part_names(), splits, strict=True)]
+    held_out = {name: _dataset(config, split.held_out, end) for name, split in named if split.held_out is not None}
+    chats = [(f"{name}{end}", rows) for name, split in named for end, rows in (("", split.train), (" (held out)", split.held_out))]
     return Data(
         tokenizer=tokenizer,
         end=end,
         fingerprint=_fingerprint(config, splits),
-        train_sequences=sum(num_windows(len(split.train), seq) for split in splits),
-        _stack=partial(stack_tokens, seq, end),
+        train_sequences=sum(len(split.train) for split in splits),
+        notes=tuple(rows.describe(name) for name, rows in chats if isinstance(rows, ChatRows)),
+        _stack=partial(stack_rows, config.has_segments, seq) if config.has_chats else partial(stack_tokens, seq, end),
         _mapped=_mapped_files(splits),
-        _train=_train_samples(config, splits, seq, vocab, seed),
+        _train=_train_samples(config, splits, end, seed),
         _held_out=held_out,
     )
 
@@ -139,7 +139,12 @@ def _located(where: Callable[[str], str], key: str) -> Iterator[None]:
 def _size_problems(config: DataConfig, prefixes: Sequence[str], splits: list[Splits], seq: int) -> Iterator[Problem]:
     """Splits without a single window, which cannot be trained on or evaluated."""
     for part, prefix, split in zip(config.parts(), prefixes, splits, strict=True):
-        train, held_out = len(split.train), len(split.held_out or ())
+        train, held_out = (0 if samples is None else len(samples.stream) for samples in (split.train, split.held_out))
+        if isinstance(split.train, ChatRows):
+            if not train:
+                why = f"all conversations of {part.label} would be held out, which have {held_out:,} tokens together"
+                yield "data.eval_tokens", f"data.eval_tokens: {why}. Set data.eval_tokens=0 for no evaluation, or a smaller number"
+            continue
         if part.eval_path is not None:
             if message := _too_short(part.eval_path, held_out, seq):
                 yield f"{prefix}eval_path", message
@@ -166,13 +171,17 @@ def _bad_share(held_out: int, name: str, num_tokens: int, seq: int) -> str:
     return f"{why}. {fits}, or remove the key, which holds out {spared_tokens(num_tokens, seq):,}"
 
 
-def _train_samples(config: DataConfig, splits: list[Splits], seq: int, vocab: int, seed: int) -> grain.MapDataset:
+def _dataset(config: DataConfig, samples: Samples, end: int | None) -> grain.MapDataset:
+    """The samples of a part. Beside conversations, windows are rows too."""
+    made = grain.MapDataset.source(samples)
+    return made.map(partial(as_row, end)) if config.has_chats and isinstance(samples, Windows) else made
+
+
+def _train_samples(config: DataConfig, splits: list[Splits], end: int | None, seed: int) -> grain.MapDataset:
     """The endless sequence of training samples: index i gives int32 [seq + 1]."""
-    parts = []
-    for index, split in enumerate(splits):
-        windows = grain.MapDataset.source(Windows(stream=split.train, seq=seq, vocab=vocab))
-        # Endless, so that a small part of a mixture is repeated rather than used up.
-        parts.append(_endless(windows, seed, index, shuffles=config.shuffle))
+    # Endless, so that a small part of a mixture is repeated rather than used up.
+    datasets = (_dataset(config, split.train, end) for split in splits)
+    parts = [_endless(dataset, seed, index, shuffles=config.shuffle) for index, dataset in enumerate(datasets)]
     return grain.MapDataset.mix(parts, weights=[part.weight for part in config.parts()])
 
 
@@ -185,8 +194,8 @@ def _endless(samples: grain.MapDataset, seed: int, index: int, *, shuffles: bool
 
 def _mapped_files(splits: list[Splits]) -> tuple[MappedFile, ...]:
     """Each file once: two splits may be parts of one file."""
-    streams = (stream for split in splits for stream in (split.train, split.held_out) if stream is not None)
-    mapped = (segment.mapped for stream in streams for segment in stream.segments)
+    samples = (samples for split in splits for samples in (split.train, split.held_out) if samples is not None)
+    mapped = (segment.mapped for one in samples for segment in one.stream.segments)
     return tuple(dict.fromkeys(file for file in mapped if file is not None))
 
 

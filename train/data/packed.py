@@ -26,12 +26,13 @@ MAX_RATIO = 200
 class TextError(Exception):
     """A text cannot be read. The message says why, and what to change. Readers yield it in the place of the text, and continue.
 
-    fields: if it is a document without the field that was asked for, its fields and whether each of them is text.
+    fields: if it is a document without the field that was asked for, its fields and whether each of them is text. why: the message without
+    the place of the text, if other texts may have the same problem.
     """
 
-    def __init__(self, message: str, fields: tuple[tuple[str, bool], ...] | None = None):
+    def __init__(self, message: str, fields: tuple[tuple[str, bool], ...] | None = None, why: str = ""):
         super().__init__(message)
-        self.fields = fields
+        self.fields, self.why = fields, why
 
 
 def is_packed(path: Path) -> bool:

@@ -15,14 +15,18 @@ from pathlib import Path
 
 from jgt.document import InputError, shown
 
+from .chat.answers import IDS
+from .chat.rows import ChatRows
+from .chat.source import held_out_from, open_chats, training_template
+from .chat.template import ChatTemplate
 from .columns import read_columns
-from .config import BYTES, MixturePart, Problem
+from .config import BYTES, SUFFIXES, MixturePart, Problem
 from .documents import missing_field, read_documents, read_file, read_texts
 from .encoded import UnreadableError, open_encoded
 from .files import FileSet, Finder, standard_library
 from .packed import is_packed
 from .special import WAYS_TO_NAME_AN_END
-from .stream import Stream, find_outside, with_ends
+from .stream import Stream, Windows, find_outside, with_ends
 from .tokenizer import Tokenizer
 from .tokens import format_problem, open_bytes, open_tokens
 
@@ -37,16 +41,19 @@ DOCUMENT_READERS = {
 }
 
 
+Samples = Windows | ChatRows
+
+
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """The two streams of one part. `held_out` is None if the run has no evaluation.
+    """The samples of one part. `held_out` is None if the run has no evaluation.
 
     fingerprint: identifies the data; a resumed run compares it with the one it started with. too_small: messages about ids outside of the
     vocabulary, and the vocabulary that would do for this part.
     """
 
-    train: Stream
-    held_out: Stream | None
+    train: Samples
+    held_out: Samples | None
     fingerprint: dict[str, str | int]
     too_small: tuple[tuple[str, int], ...]
 
@@ -72,32 +79,54 @@ class Opener:
         prefix: `data.` or `data.mixture[0].`, which precedes the part's keys in the run's file.
         """
         files = Finder().files(part.path) if part.path is not None else standard_library()
-        train, too_small = self._checked(part, prefix, "path", files)
+        template = self._template(part, prefix) if part.source == "chat" else None
+        train, too_small = self._checked(part, prefix, "path", files, template)
         fingerprint = {"source": part.source, **_identity(files)}
+        if template is not None:
+            fingerprint["template_sha256"] = template.sha256
         # The ids of token files do not depend on a tokenizer.
         if part.source != "tokens":
             fingerprint["tokenizer"] = self.tokenizer.identity
         held_out = None
         if part.eval_path is not None:
             eval_files = Finder().files(part.eval_path)
-            held_out, more = self._checked(part, prefix, "eval_path", eval_files)
+            held_out, more = self._checked(part, prefix, "eval_path", eval_files, template)
             too_small += more
             fingerprint |= {f"eval_{key}": value for key, value in _identity(eval_files).items()}
         elif count := spared_tokens(len(train), self.seq) if self.eval_tokens is None else self.eval_tokens:
-            train, held_out = train.split(max(len(train) - count, 0))
+            position = max(len(train) - count, 0) if template is None else held_out_from(train, count)
+            # A few conversations are trained on as a whole, unless the config says otherwise.
+            if position or template is None or self.eval_tokens:
+                train, held_out = train.split(position)
         fingerprint |= {"train_tokens": len(train), "eval_tokens": 0 if held_out is None else len(held_out)}
-        return Splits(train=train, held_out=held_out, fingerprint=fingerprint, too_small=too_small)
+        splits = [None if stream is None else self._samples(part, stream) for stream in (train, held_out)]
+        assert splits[0] is not None
+        return Splits(train=splits[0], held_out=splits[1], fingerprint=fingerprint, too_small=too_small)
 
-    def _checked(self, part: MixturePart, prefix: str, key: str, files: FileSet) -> tuple[Stream, tuple[tuple[str, int], ...]]:
+    def _template(self, part: MixturePart, prefix: str) -> ChatTemplate:
+        try:
+            return training_template(part, self.tokenizer)
+        except InputError as error:
+            raise located([(f"{prefix}template", problem) for problem in error.problems], self.where) from None
+
+    def _samples(self, part: MixturePart, stream: Stream) -> Samples:
+        if part.source != "chat":
+            return Windows(stream=stream, seq=self.seq, vocab=self.vocab)
+        pad = self.tokenizer.special.pad
+        return ChatRows(stream=stream, seq=self.seq, packing=part.packing, padding=pad if pad is not None and pad < self.vocab else 0)
+
+    def _checked(
+        self, part: MixturePart, prefix: str, key: str, files: FileSet, template: ChatTemplate | None
+    ) -> tuple[Stream, tuple[tuple[str, int], ...]]:
         """The stream of the files that a key names, and `Splits.too_small` for them."""
         try:
-            stream = self._open(part, files)
+            stream = self._open(part, files, template)
         except InputError as error:
             problems = [(prefix + key, problem) for problem in error.problems]
             if isinstance(error, UnreadableError) and error.missing:
                 problems.append((f"{prefix}field", _field_problem(part, prefix, error)))
             raise located(problems, self.where) from None
-        if (outside := find_outside(stream, self.vocab)) is None:
+        if (outside := find_outside(stream, self.vocab, None if template is None else IDS)) is None:
             return stream, ()
         message, needed = outside
         # The next text may have ids that are not in it.
@@ -108,13 +137,17 @@ class Opener:
             raise located([(prefix + key, f"{message}. No vocabulary has such ids: the file is damaged{kind}")], self.where)
         return stream, ((message, needed),)
 
-    def _open(self, part: MixturePart, files: FileSet) -> Stream:
+    def _open(self, part: MixturePart, files: FileSet, template: ChatTemplate | None) -> Stream:
         if part.source == "tokens":
             return open_tokens(files, part.dtype)
-        if part.source in ("text", "jsonl"):
-            problems = [problem for path in files.paths if not is_packed(path) and (problem := format_problem(path))]
+        if part.source in ("text", "jsonl", "chat"):
+            columns = SUFFIXES["parquet"] if template is not None else ()
+            plain = (path for path in files.paths if not is_packed(path) and path.suffix not in columns)
+            problems = [problem for path in plain if (problem := format_problem(path))]
             if problems:
                 raise InputError(problems[:_MAX_PROBLEMS])
+        if template is not None:
+            return open_chats(files, part, template, self.tokenizer, seq=self.seq, cache_dir=self.cache_dir)
         encoded = partial(open_encoded, files, tokenizer=self.tokenizer, cache_dir=self.cache_dir)
         if part.source in DOCUMENT_READERS:
             if self.tokenizer.special.end_of_text is None:

@@ -121,32 +121,33 @@ class Windows:
         return tokens
 
 
-def find_outside(stream: Stream, vocab: int) -> tuple[str, int | None] | None:
+def find_outside(stream: Stream, vocab: int, bits: int | None = None) -> tuple[str, int | None] | None:
     """A message about the first id outside 0 to vocab - 1, and the vocabulary that would do, None if none would. Reads every token.
 
-    None: all ids are inside.
+    bits: those of a token that are its id; None: all of them. None: all ids are inside.
     """
-    bounds = [(segment, *_bounds(segment.tokens, vocab)) for segment in stream.segments]
+    bounds = [(segment, *_bounds(segment.tokens, vocab, bits)) for segment in stream.segments]
     outside = [(segment, low, high) for segment, low, high in bounds if low < 0 or high >= vocab]
     if not outside:
         return None
     segment = outside[0][0]
     # argmax of booleans is the position of the first True.
-    masks = ((start, (piece < 0) | (piece >= vocab)) for start, piece in _pieces(segment.tokens))
-    position = next(start + int(np.argmax(mask)) for start, mask in masks if mask.any())
+    masks = ((start, piece, (piece < 0) | (piece >= vocab)) for start, piece in _pieces(segment.tokens, bits))
+    position, found = next((start + (at := int(np.argmax(mask))), piece[at]) for start, piece, mask in masks if mask.any())
     more = f"; {len(outside) - 1} more files have such ids" if len(outside) > 1 else ""
-    message = f"{segment.name}: token {position} is {segment.tokens[position]}, but the vocabulary has {vocab} ids (0 to {vocab - 1}){more}"
+    message = f"{segment.name}: token {position} is {found}, but the vocabulary has {vocab} ids (0 to {vocab - 1}){more}"
     return message, None if any(low < 0 for _, low, _ in outside) else max(high for _, _, high in outside) + 1
 
 
-def _pieces(tokens: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    return ((start, tokens[start : start + _SCAN_TOKENS]) for start in range(0, len(tokens), _SCAN_TOKENS))
+def _pieces(tokens: np.ndarray, bits: int | None) -> Iterator[tuple[int, np.ndarray]]:
+    pieces = ((start, tokens[start : start + _SCAN_TOKENS]) for start in range(0, len(tokens), _SCAN_TOKENS))
+    return ((start, piece if bits is None else piece & bits) for start, piece in pieces)
 
 
-def _bounds(tokens: np.ndarray, vocab: int) -> tuple[int, int]:
+def _bounds(tokens: np.ndarray, vocab: int, bits: int | None) -> tuple[int, int]:
     """The smallest and the largest id; zeros if no id of this type can be outside: bytes with a vocabulary of 256 need no scan."""
     limits = np.iinfo(tokens.dtype)
     if limits.min >= 0 and limits.max < vocab:
         return 0, 0
-    bounds = [(int(piece.min()), int(piece.max())) for _, piece in _pieces(tokens)]
+    bounds = [(int(piece.min()), int(piece.max())) for _, piece in _pieces(tokens, bits)]
     return min((low for low, _ in bounds), default=0), max((high for _, high in bounds), default=0)

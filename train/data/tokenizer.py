@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -38,12 +39,19 @@ class ByteTokenizer:
     identity = BYTES
     vocab_size = 256
     special = SpecialTokens(end_of_text=0, ends=(0,))
+    special_ids = frozenset({0})
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "surrogateescape"))
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         return (np.frombuffer(text.encode("utf-8", "surrogateescape"), np.uint8) for text in texts)
+
+    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The ids [n] of a text, and the characters [n, 2] that each of them begins at and ends before."""
+        sizes = [len(character.encode("utf-8", "surrogateescape")) for character in text]
+        begins = np.repeat(np.arange(len(text)), sizes)
+        return np.asarray(self.encode(text), np.uint32), np.stack([begins, begins + 1], axis=1)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Invalid UTF-8 becomes U+FFFD, and so do ids above 255, which a model with a padded vocabulary can produce."""
@@ -98,6 +106,18 @@ class JsonTokenizer:
             if ids.size and ids.max() >= self.vocab_size:
                 raise InputError([f"{self._path}: produces the id {ids.max()}, but its vocabulary ends at {self.vocab_size - 1}"])
             yield ids
+
+    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """The ids [n] of a text, and the characters [n, 2] that each of them begins at and ends before."""
+        with self._as_input_error("cannot encode the text"):
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.asarray(encoding.ids, np.uint32), np.asarray(encoding.offsets, np.int64).reshape(-1, 2)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The tokens that no text is made of, such as <|im_end|>, and those at which generation stops."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return frozenset(token for token, shape in added.items() if shape.special) | frozenset(self.special.ends)
 
     def decode(self, ids: Sequence[int]) -> str:
         with self._as_input_error("cannot decode"):

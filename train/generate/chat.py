@@ -12,9 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jgt.document import InputError, shown
+from jgt.document import InputError
 
-from ..data.template import ChatTemplate, Message
+from ..data.chat.messages import read_messages
+from ..data.chat.source import template_of, training_template
+from ..data.chat.template import ChatTemplate, Message
+from ..data.config import DataConfig, OwnData
 from ..data.tokenizer import Tokenizer, encoded_prompt
 from .generate import Generator
 from .text import terminal_text
@@ -22,8 +25,6 @@ from .text import terminal_text
 # It gives `input` the keys of a shell, where the system has it.
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  # pyright: ignore[reportUnusedImport]
-
-_EXAMPLE = '{"role": "user", "content": "Hello"}'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +35,17 @@ class Chat:
     template: ChatTemplate | None
 
     @staticmethod
-    def of(tokenizer: Tokenizer | None) -> Chat:
-        """The chats of a tokenizer, with the template in its folder. Raises InputError."""
+    def of(tokenizer: Tokenizer | None, data: DataConfig | OwnData | None = None) -> Chat:
+        """The chats of a tokenizer, with the template that a run's data has, or else the one in its folder. Raises InputError."""
         if tokenizer is None:
             raise InputError(["the model has no tokenizer, so it cannot chat. Add a tokenizer.json to its folder"])
-        special = tokenizer.special
-        return Chat(tokenizer=tokenizer, template=special.template and ChatTemplate.read(special.template, special.texts))
+        parts = data.parts() if isinstance(data, DataConfig) else ()
+        trained = (training_template(part, tokenizer, date=None) for part in parts if part.source == "chat")
+        return Chat(tokenizer=tokenizer, template=next(trained, None) or template_of(tokenizer))
 
     def prompt(self, messages: Any) -> list[int]:
         """The tokens of messages, after which the answer begins. Raises InputError if these are not messages."""
-        read = _messages(messages)
+        read = read_messages(messages)
         if self.template is None:
             return encoded_prompt(self.tokenizer, "".join(message.get("content") or "" for message in read))
         # A template writes the beginning of a text itself.
@@ -93,23 +95,3 @@ def _line() -> str | None:
             return None
         except KeyboardInterrupt:
             print("\n(Ctrl-D ends the chat)", file=sys.stderr)
-
-
-def _messages(messages: Any) -> list[dict[str, Any]]:
-    """Messages whose contents are texts. Raises InputError with all problems."""
-    if not isinstance(messages, list) or not messages:
-        raise InputError([f"messages: must be a list of messages, such as {_EXAMPLE}"])
-    problems, read = list[str](), list[dict[str, Any]]()
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            problems.append(f"messages[{number}]: must be a message with a role, such as {_EXAMPLE}, not {shown(message)}")
-            continue
-        content = message.get("content")
-        parts = content if isinstance(content, list) else []
-        texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-        if not isinstance(content, str | list | None) or not all(isinstance(text, str) for text in texts):
-            problems.append(f"messages[{number}].content: must be a text or a list of parts with texts, not {shown(content)}")
-        read.append({**message, "content": "\n".join(map(str, texts)) if parts else content})
-    if problems:
-        raise InputError(problems)
-    return read

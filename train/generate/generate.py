@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from jgt.document import InputError, Node, bind
 
 from ..data.batches import Data
+from ..data.config import DataConfig
 from ..data.tokenizer import Tokenizer, encoded_prompt
 from ..drawing import Drawing, GenerateConfig
 from ..setup import Setup
@@ -171,8 +172,9 @@ def sample_text(setup: Setup, state: State, data: Data) -> str:
     """The prompt of `sample:` and what the model writes after it, as far as its sequence reaches. A long prompt is cut to its end."""
     config, tokenizer = setup.run.config, data.tokenizer
     assert tokenizer is not None
-    # A model of masked documents has not learnt how a text begins after the end of another.
-    ends = () if data.end is None else (data.end,)
+    # A model of masked documents or of chats has not learnt how a text begins after the end of another.
+    has_chats = isinstance(config.data, DataConfig) and config.data.has_chats
+    ends = tokenizer.special.ends if has_chats else () if data.end is None else (data.end,)
     params, variables = setup.model_params(setup.eval_params(state)), setup.eval_variables(state)
     # At the end of a run, memory is full of the optimizer's state.
     generator = Generator(setup, params, variables, tokenizer, ends=ends, gathers=True)

@@ -37,10 +37,12 @@ def check(argv: Sequence[str] | None = None) -> int:
 
             # The user's code may start JAX.
             jax.config.update("jax_platforms", "cpu")
-            windows = data_windows(run, opened_data(run), arguments.show_data, arguments.eval)
+            data = opened_data(run)
+            windows = data_windows(run, data, arguments.show_data, arguments.eval)
             if arguments.json:
                 print(json.dumps({"ok": True, "windows": list(windows)}, indent=1))
             else:
+                print("\n".join(data.notes), end="\n" * bool(data.notes))
                 print_windows(windows)
             return 0
         from .check import check_placement, print_check, to_json

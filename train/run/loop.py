@@ -73,6 +73,8 @@ class Loop:
         self._feed = Feed(self.data, self.setup)
         self._check_lock = (lambda: None) if self.lock is None else self.lock.check
         self._eval_step: Any = None
+        for note in self.data.notes:
+            self.screen.say(note)
         count = self.data.eval_sequences
         if count and self._feed.eval_batch != self._config.train.batch:
             self.screen.say(f"An evaluation reads {count} samples in batches of {self._feed.eval_batch}, so that few are left out")

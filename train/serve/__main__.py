@@ -57,7 +57,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 
     with open_socket(arguments.host, arguments.port) as opened:
         loaded = load_writer(arguments.model, arguments.overrides, arguments.code)
-        chat = None if loaded.tokenizer is None else Chat.of(loaded.tokenizer)
+        chat = None if loaded.tokenizer is None else Chat.of(loaded.tokenizer, loaded.setup.run.config.data)
         name = Path(arguments.model.removeprefix("hf:")).resolve().name
         generator, rows = loaded.generator, loaded.setup.run.config.generate.batch
         engine = Engine(generator.writer(rows), most_waiting=arguments.queue)

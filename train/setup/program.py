@@ -132,7 +132,7 @@ def element_of(data: DataConfig | OwnData, model: ModelConfig | OwnModel, code: 
     if isinstance(data, OwnData):
         return open_own(data, code, where, seq=model.seq, vocab=model.vocab).element
     kinds = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
-    if data.documents == "mask":
+    if data.has_segments:
         kinds["segments"] = jnp.int32
     return {name: jax.ShapeDtypeStruct((model.seq,), kind) for name, kind in kinds.items()}
 
@@ -282,10 +282,15 @@ def _losses(
 def _check_segments(config: Config, model: Model, where: Where) -> None:
     """Raises InputError if the documents are to be masked from each other, but the model would not learn where they begin."""
     # A loss of the user's own has the batch, and calls the model as it likes.
-    if isinstance(config.data, OwnData) or config.data.documents != "mask" or config.train.loss is not None or model.has_segments:
+    if isinstance(config.data, OwnData) or not config.data.has_segments or config.train.loss is not None or model.has_segments:
         return
-    why = f"mask needs a model that takes segments [b, s], and {config.model.kind} does not. Add the argument to it, or use documents: join"
-    raise InputError([f"{where('data.documents')}: data.documents: {why}"])
+    key, value, other = (
+        ("documents", "mask", "documents: join") if config.data.documents == "mask" else ("packing", "true", "packing: false")
+    )
+    why = (
+        f"{value} needs a model that takes segments [b, s], and {config.model.kind} does not. Add the argument to it, or use {key}: {other}"
+    )
+    raise InputError([f"{where(f'data.{key}')}: data.{key}: {why}"])
 
 
 def _fewest_chunks(train: TrainConfig, model: ModelConfig | OwnModel, layout: MeshLayout) -> int:

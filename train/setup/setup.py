@@ -124,8 +124,8 @@ class Setup(StateLayout):
         has_foreign_mask = None if attention is None else attention.kernel.has_foreign_mask
         if has_foreign_mask is not None and "segments" in self.program.element and has_foreign_mask(compiled.as_text() or ""):
             why = (
-                "the rules split the rows of attention, but not those of batch/segments, as cuDNN's kernel needs it with "
-                "data.documents: mask. Split both over the same axes, or use model.attention: xla"
+                "the rules split the rows of attention, but not those of batch/segments, as cuDNN's kernel needs it for "
+                "masked documents and packed conversations. Split both over the same axes, or use model.attention: xla"
             )
             raise InputError([f"{self.run.where('rules')}: inputs: {why}"])
         return compiled

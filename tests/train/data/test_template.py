@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import jgt
-from train.data.template import ChatTemplate
+from train.data.chat.template import ChatTemplate
 
 pytest.importorskip("jinja2")
 GOLDEN = json.loads((Path(__file__).parents[2] / "goldens" / "chat_templates.json").read_text())

@@ -1,0 +1,38 @@
+"""The keys of the source chat. Imports no JAX, numpy or Jinja, because they are checked before any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from jgt.document import LocalPath, path_problem
+
+from ...sections import is_installed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatKeys:
+    """The keys of conversations, which a single source and a part of a mixture share.
+
+    template: the file of the chat template, which writes messages as text. auto: the one beside the tokenizer.
+    train_on: assistant trains on answers alone; all on every token of a conversation.
+    packing: several whole conversations share a row, each as if it were alone; false: one conversation a row, and padding.
+    """
+
+    template: LocalPath = "auto"
+    train_on: Literal["assistant", "all"] = "assistant"
+    packing: bool = True
+
+    def unread(self, source: str) -> Iterator[tuple[str, str]]:
+        """Problems of keys that another source does not read."""
+        for field in fields(ChatKeys):
+            if source != "chat" and getattr(self, field.name) != field.default:
+                yield field.name, f"only the source chat reads it, and source is {source}. Remove the key"
+
+    def missing(self, source: str) -> Iterator[tuple[str, str]]:
+        """Problems of what conversations need on this machine."""
+        if source == "chat" and not is_installed("jinja2"):
+            yield "source", "chat needs the package jinja2. Install it: pip install 'jgt[chat]'"
+        if self.template != "auto" and (problem := path_problem(self.template)):
+            yield "template", f"{self.template} cannot be read: {problem}. Write auto, or the path of a template in Jinja"

@@ -1,0 +1,156 @@
+"""Chat templates: programs in Jinja that write the messages of a chat as the text that a model was trained on.
+
+A folder of Hugging Face has one beside its tokenizer. It comes from elsewhere, so it runs in Jinja's sandbox, with the functions that
+transformers gives it, and its output is bounded:
+
+    template = ChatTemplate.read(tokenizer.special.template, tokenizer.special.texts)
+    text = template.render([{"role": "user", "content": "Hello"}])
+
+A template may mark what a model is to learn in training: `{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}`. Such a
+block becomes the call of a function, which writes its contents between two characters that no text has (`render_marked`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jgt.document import InputError, read_bytes
+
+try:
+    import jinja2
+    import jinja2.sandbox
+except ImportError:
+    jinja2 = None
+
+Message = Mapping[str, Any]
+"""A message of a chat: its `role`, its `content`, and what else a template reads."""
+Spans = list[tuple[int, int]]
+"""Parts of a text: the characters that they begin at and end before."""
+
+_MAX_BYTES, _MAX_TEXT = 1 << 25, 1 << 26
+_MARK = re.compile(r"(\{%[-+]?\s*)(end)?generation(?=\s*[-+]?%\})")
+_CALL = "generation_block"
+# Unicode has no characters there, and never will.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_MARKED = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """The chat template of a file. source: its program, which is compiled in `program`, and may have marks.
+
+    texts: the texts of special tokens by the names that the template has for them. date: what the template takes for today; None: today.
+    """
+
+    file: Path
+    source: str
+    program: Any
+    texts: Mapping[str, str]
+    date: datetime | None = None
+
+    @staticmethod
+    def read(file: Path, texts: Mapping[str, str], date: datetime | None = None) -> ChatTemplate:
+        """The template in a file: the key chat_template of a JSON file, or else the file itself. Raises InputError."""
+        data = read_bytes(file, _MAX_BYTES)
+        try:
+            source = json.loads(data)["chat_template"] if file.suffix == ".json" else data.decode()
+            if isinstance(source, list):
+                source = next(one["template"] for one in source if one["name"] == "default")
+            if not isinstance(source, str):
+                raise TypeError
+        except (ValueError, TypeError, KeyError, StopIteration, RecursionError):
+            why = "must be a template as text, or a list of templates of which one is named default"
+            raise InputError([f"{file}: chat_template: {why}"]) from None
+        return ChatTemplate.of(file, source, texts, date)
+
+    @staticmethod
+    def of(file: Path, source: str, texts: Mapping[str, str], date: datetime | None = None) -> ChatTemplate:
+        """The template with a program, which messages say is in a file. Raises InputError."""
+        if jinja2 is None:
+            raise InputError([f"{file}: a chat template needs the package jinja2. Run pip install 'jgt[chat]'"])
+        # The block `generation` marks answers for training. A block that calls has the same scope, and leaves the same blanks out.
+        called = _MARK.sub(lambda mark: f"{mark[1]}endcall" if mark[2] else f"{mark[1]}call {_CALL}()", source)
+        try:
+            program = _environment().from_string(called)
+        except jinja2.TemplateSyntaxError as error:
+            raise InputError([f"{file}: chat_template: line {error.lineno}: {error.message}"]) from None
+        except RecursionError:
+            raise InputError([f"{file}: chat_template: is nested too deeply"]) from None
+        return ChatTemplate(file=file, source=source, program=program, texts=texts, date=date)
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the template says which parts of a text are answers."""
+        return _MARK.search(self.source) is not None
+
+    @property
+    def sha256(self) -> str:
+        """A checksum of everything that the template writes texts from."""
+        return hashlib.sha256(json.dumps([self.source, dict(self.texts), str(self.date)], sort_keys=True).encode()).hexdigest()
+
+    def render(self, messages: Sequence[Message], tools: Any = None, *, add_generation_prompt: bool = True) -> str:
+        """The text of messages. add_generation_prompt: the text ends where an answer begins. Raises InputError if the template refuses.
+
+        tools: descriptions of functions that the model may call, for templates that write them.
+        """
+        return self._render(messages, tools, add_generation_prompt, _unmarked)
+
+    def render_marked(self, messages: Sequence[Message], tools: Any = None) -> tuple[str, Spans]:
+        """The text of messages and the parts of it that the template marks as answers. Raises InputError."""
+        text = self.render(messages, tools, add_generation_prompt=False)
+        marked = self._render(messages, tools, False, lambda caller: f"{_OPEN}{caller()}{_CLOSE}")
+        # What is outside of marks, inside, outside, and so on.
+        parts = _MARKED.split(marked)
+        if "".join(parts) != text or {_OPEN, _CLOSE} & {*text}:
+            why = "its text is another one with the marks {% generation %}, or they are nested. Write what an answer is inside of one mark"
+            raise InputError([f"{self.file}: the marks of the chat template say nothing about these messages: {why}"])
+        ends = [*accumulate(map(len, parts))]
+        return text, [(ends[n - 1], ends[n]) for n in range(1, len(parts), 2)]
+
+    def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool, mark: Any) -> str:
+        # As in transformers, a key without a value is a key that is not there.
+        chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        given = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, _CALL: mark}
+        day = datetime.now() if self.date is None else self.date
+        pieces, size = list[str](), 0
+        try:
+            for piece in self.program.generate(**self.texts, **given, strftime_now=day.strftime):
+                pieces.append(piece)
+                size += len(piece)
+                if size > _MAX_TEXT:
+                    raise ValueError(f"its text is longer than {_MAX_TEXT:,} characters")
+        # A template is a program, which may fail in any way.
+        except Exception as error:
+            raise InputError([f"{self.file}: the chat template cannot write these messages: {error}"]) from None
+        return "".join(pieces)
+
+
+def _environment() -> Any:
+    """The sandbox of templates, as transformers has it."""
+    assert jinja2 is not None
+    extensions = ["jinja2.ext.loopcontrols"]
+    made: Any = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    made.filters["tojson"] = _to_json
+    made.globals["raise_exception"] = _refuse
+    return made
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    # Jinja's own filter escapes characters of HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _unmarked(caller: Callable[[], str]) -> str:
+    return caller()
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
