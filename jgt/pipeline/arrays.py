@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jgt.program import jaxpr as jx
-from jgt.program.jaxpr import Atom, Var
+from jgt.program.jaxpr import Var
 from jgt.program.parts import Part
 
 Arrays = list[jax.Array]
@@ -26,7 +26,6 @@ Integers = jax.Array | NDArray[np.int32]
 Flags = jax.Array | NDArray[np.bool_]
 
 _T = TypeVar("_T")
-_A = TypeVar("_A", bound=Atom)
 _Aux = TypeVar("_Aux")
 _Args = TypeVarTuple("_Args")
 
@@ -92,11 +91,6 @@ class Floats:
 def row(x: jax.Array, index: Integers) -> jax.Array:
     """x[index], where the index may be traced."""
     return cast(jax.Array, jax.lax.dynamic_index_in_dim(x, index, keepdims=False))
-
-
-def float_variables(variables: Sequence[_A]) -> list[_A]:
-    """The variables of a program that have gradients."""
-    return [v for v in variables if has_gradient(jx.struct_of(v))]
 
 
 def wide_zeros(x: jax.Array | jax.ShapeDtypeStruct) -> jax.Array:

@@ -83,10 +83,11 @@ class Ends:
         tables = {var: tuple(axes or () for axes in dims) for var, dims in known if dims is not None}
         self._embed = embed.changed(lambda p: with_whole_positions(p, tables, moves.sharding))
         self._head = split.head.changed(lambda p: rewrite(p, Place()))
-        self._floats = Floats.among(common)
+        self._floats = split.floats(split.common)
         self._total_floats = Floats.among([jx.struct_of(t.var) for t in split.totals])
         self.travel_shapes = [raw_shape(jx.struct_of(a)) for a in [*split.travel, *split.ys]]
-        self.travel_floats = Floats.among(self.travel_shapes)
+        travel = Floats.among(self.travel_shapes)
+        self.travel_floats = travel if split.goes_back else Floats((False,) * len(travel.which))
 
     def no_travel(self) -> Arrays:
         """Zeros of the shapes that travel."""

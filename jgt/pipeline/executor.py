@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jgt.pipeline.arrays import Arrays, Integers, float_variables, row
+from jgt.pipeline.arrays import Arrays, Integers, row
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.ends import Batch, Ends, InputKind, Rewrite
@@ -97,13 +97,13 @@ class Executor:
     ) -> tuple[Arrays, Arrays, Arrays]:
         """The totals of the batch, and the data shard's gradients of weights and of common values."""
         split, moves = self.split, self.moves
-        # Without gradients the backward ticks are left out, but the chunks stay where the full table has them.
-        table = self.table.forward_only() if seeds is None else self.table
+        # Where nobody needs backward ticks they are left out, but the chunks stay where the full table has them.
+        table = self.table if seeds is not None and split.goes_back else self.table.forward_only()
         # The parts of the batch whose totals are added up: the microbatches of all data shards.
         num_parts = self.pipeline.parts * table.num_microbatches * moves.num_shards
         common = [moves.pin(v, c) for v, c in zip(split.common, common, strict=True)]
         staged = [moves.on_stages(v, self._arranged(v, w)) for v, w in zip(split.weights, weights, strict=True)]
-        ticks = arrays_of(table, skips=self._skips)
+        ticks = arrays_of(table, skips=self._skips, embeds_back=split.trains_embedding)
 
         def loop_of(batch: Batch) -> tuple[Ends, Loop]:
             ends = Ends(split, moves, self.rewrite, batch, common)
@@ -168,13 +168,14 @@ class Executor:
 
     def _float_variables(self, seeds: Arrays | None) -> tuple[list[Var], list[Var]]:
         """The weights and the common values by which a run with these seeds differentiates."""
-        return ([], []) if seeds is None else (float_variables(self.split.weights), float_variables(self.split.common))
+        split = self.split
+        return ([], []) if seeds is None else (split.differentiated(split.weights), split.differentiated(split.common))
 
     def _common_gradients(self, of_ends: Arrays, of_layers: Arrays) -> Arrays:
         """The gradients of common values: from embedding and head, and from the layers of all stages [stages, ...]."""
         # Each stage adds up its own layers only, so the sum over stages is due here; embedding and head run on all stages together.
-        in_layers = dict(zip(float_variables(self.split.in_layers), of_layers, strict=True))
+        in_layers = dict(zip(self.split.differentiated(self.split.in_layers), of_layers, strict=True))
         return [
             self.moves.pin(v, g + jnp.sum(in_layers[v], axis=0) if v in in_layers else g)
-            for v, g in zip(float_variables(self.split.common), of_ends, strict=True)
+            for v, g in zip(self.split.differentiated(self.split.common), of_ends, strict=True)
         ]

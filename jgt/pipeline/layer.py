@@ -106,21 +106,29 @@ def _value(atom: Atom, known: Mapping[Atom, jax.Array]) -> jax.Array:
 
 
 Gradients = dict[int, jax.Array]
-"""Gradients by the position of what they belong to: among the weights that are floats, then the common values that are."""
+"""Gradients by the position of what they belong to: among the weights that have gradients, then the common values that have."""
 
 
 class Layer:
     """A layer's programs at one set of shapes.
 
-    recompute: only what travels into the layer is saved. apart: weight gradients have a program of their own.
+    weights, common: those with gradients. recompute: only what travels into the layer is saved. apart: weight gradients have a program
+    of their own.
     """
 
     def __init__(
-        self, body: Callable[[LayerInputs[jax.Array]], Arrays], shapes: LayerInputs[jax.ShapeDtypeStruct], *, recompute: bool, apart: bool
+        self,
+        body: Callable[[LayerInputs[jax.Array]], Arrays],
+        shapes: LayerInputs[jax.ShapeDtypeStruct],
+        weights: Floats,
+        common: Floats,
+        *,
+        recompute: bool,
+        apart: bool,
     ):
         leaves: list[Any] = jax.tree.leaves(shapes)
         inputs_of = partial(jax.tree.unflatten, cast(Any, jax.tree.structure(shapes)))
-        weights, common, travel = (Floats.among(x) for x in (shapes.weights, shapes.common, shapes.travel))
+        travel = Floats.among(shapes.travel)
         # Nothing is differentiated with respect to the batch, so local values and the index need no gradient.
         without = (False,) * (len(shapes.local) + 1)
         floats = Floats((*weights.which, *common.which, *without, *travel.which))

@@ -24,7 +24,7 @@ from typing import TypeVar, cast
 import jax
 import jax.numpy as jnp
 
-from jgt.pipeline.arrays import Arrays, Flags, Integers, float_variables, has_gradient, wide_zeros
+from jgt.pipeline.arrays import Arrays, Flags, Integers, wide_zeros
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.ends import Ends
 from jgt.pipeline.layer import Body, Layer, LayerInputs
@@ -165,7 +165,7 @@ class Loop:
         return self._pin_common(_add(carry.common, self._pin_common(gradients), on))
 
     def _pin_common(self, gradients: Arrays) -> Arrays:
-        variables = float_variables(self._split.common)
+        variables = self._split.differentiated(self._split.common)
         return [self._moves.pin(v, g) for v, g in zip(variables, gradients, strict=True)]
 
     # -- the items of the stages ------------------------------------------------------------------------------------------
@@ -217,7 +217,8 @@ class Loop:
                 index=jax.ShapeDtypeStruct((), jnp.int32),
                 travel=travel,
             )
-            layer = Layer(body, shapes, recompute=remat == "layer", apart=self._ticks.apart)
+            weights, in_layers = split.floats(split.weights), split.floats(split.in_layers)
+            layer = Layer(body, shapes, weights, in_layers, recompute=remat == "layer", apart=self._ticks.apart)
         return Stage(
             split=split,
             moves=moves,
@@ -228,7 +229,7 @@ class Loop:
             wire=Wire(moves=moves, dims=tuple(dims)),
             wire_back=Wire(moves=moves, dims=tuple(self._ends.travel_floats.select(dims))),
             keep_input=remat == "stage",
-            trains=self._seeds is not None,
+            trains=self._seeds is not None and split.goes_back,
         )
 
     def first_carry(self) -> Carry:
@@ -243,8 +244,9 @@ class Loop:
         totals = [wide_zeros(jx.struct_of(t.var)) for t in self._split.totals]
         if self._seeds is None:
             return Carry(common=[], staged=staged, totals=totals)
-        common = self._pin_common([wide_zeros(c) for c in ends.common if has_gradient(c)])
-        floats = float_variables(self._split.weights)
+        split = self._split
+        common = self._pin_common([wide_zeros(c) for c in split.floats(split.common).select(ends.common)])
+        floats = split.differentiated(split.weights)
         # Without this the partitioner may keep the sums, which are as large as the weights, whole on every device of a stage.
         weights = [moves.on_stages(v, s) for v, s in zip(floats, staged.sums, strict=False)]
         return Carry(common=common, staged=replace(staged, sums=[*weights, *staged.sums[len(weights) :]]), totals=totals)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
@@ -26,18 +26,20 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jgt.document import InputError
-from jgt.pipeline.arrays import Arrays, Floats, call, float_variables, vjp
+from jgt.pipeline.arrays import Arrays, Floats, call, has_gradient, vjp
 from jgt.pipeline.executor import Executor
-from jgt.pipeline.split import are_stacks_apart
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
 from jgt.program.dataflow import nonlinear_source, result_depends_on
-from jgt.program.jaxpr import Atom
-from jgt.program.parts import Part
+from jgt.program.jaxpr import Atom, Var
+from jgt.program.parts import Part, dependency_bits, flatten
 from jgt.program.places import Place
 
 _Gradients = tuple[list[jax.Array | None], list[None]]
-"""By the parameters, where they are floats, and by the inputs, which have none."""
+"""By the parameters that the caller differentiates by, and by the inputs, which have none."""
+
+_ELEMENTWISE = ("convert_element_type", "copy", "name")
+"""Equations that mean the same for any shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,9 @@ class Pipelined(Executor):
         def forward(params: list[Any], inputs: list[Any]) -> tuple[Arrays, _Gradients]:
             if any(x.perturbed for x in inputs):
                 raise ValueError("a pipelined function has gradients only by its first argument, the parameters")
-            results, gradients = self._train([p.value for p in params], [x.value for x in inputs])
+            trained = Floats(tuple(p.perturbed and has_gradient(p.value) for p in params))
+            of_call = replace(self, split=replace(self.split, frozen=self._frozen(trained)))
+            results, gradients = of_call._train([p.value for p in params], [x.value for x in inputs], trained)
             return results, (gradients, [None] * len(inputs))
 
         def backward(residuals: _Gradients, cotangents: list[jax.Array | SymbolicZero]) -> _Gradients:
@@ -84,16 +88,16 @@ class Pipelined(Executor):
             totals, _ = self.run(shared, inputs, self._statistics(inputs))
         return self._after(totals, params, inputs)
 
-    def _train(self, params: Arrays, inputs: Arrays) -> tuple[Arrays, list[jax.Array | None]]:
-        """The results, and the gradients of the first one by the parameters; None for those that are not floats."""
-        which = Floats.among(params)
+    def _train(self, params: Arrays, inputs: Arrays, which: Floats) -> tuple[Arrays, list[jax.Array | None]]:
+        """The results, and the gradients of the first one by some of the parameters; None for the others."""
+        outputs = [v for v in self.split.shared.outputs if jx.is_var(v)]
 
         def merged(floats: Arrays) -> Arrays:
             return which.merge(floats, which.others(params))
 
         def shared(floats: Arrays) -> tuple[Arrays, Arrays]:
             values = self._shared(merged(floats), inputs)
-            return Floats.among(values).select(values), values
+            return self.split.floats(outputs).select(values), values
 
         floats = which.select(params)
         _, shared_derivative, values = vjp(shared, floats)
@@ -111,10 +115,20 @@ class Pipelined(Executor):
         by_var: dict[Atom, jax.Array] = {}
         for var, gradient in gradients:
             by_var[var] = gradient if var not in by_var else by_var[var] + gradient
-        cotangents = [by_var[v] for v in float_variables(self.split.shared.outputs)]
+        cotangents = [by_var[v] for v in self.split.differentiated(outputs)]
         through_pipeline, direct = shared_derivative(cotangents)[0], after_derivative(jnp.ones_like(loss))[0]
         total = [a + b for a, b in zip(through_pipeline, direct, strict=True)]
         return results, which.merge(total, [None] * len(which.others(params)))
+
+    def _frozen(self, trained: Floats) -> frozenset[Var]:
+        """The weights and common values that are made of other parameters than the trained ones."""
+        shared = self.split.shared
+        flat, sources = flatten(shared.program), set(trained.select(self.split.arguments[: len(trained.which)]))
+        # Not strict: the program's constants follow.
+        marks = {argument: 1 for argument, var in zip(flat.invars, shared.inputs, strict=False) if var in sources}
+        reached = dependency_bits(flat, marks)
+        made = zip(shared.outputs, flat.outvars, strict=True)
+        return frozenset(v for v, a in made if jx.is_var(v) and jx.is_var(a) and not reached.get(a))
 
     def _seeds(self, params: Arrays, inputs: Arrays) -> Arrays:
         """The derivative of the first result by each total, which must not depend on the totals: they are not known yet."""
@@ -157,8 +171,24 @@ class Pipelined(Executor):
         return call(self._rewritten(split.after), known)
 
     def can_be_stored(self) -> bool:
-        """Whether the stacked weights may be stored on their stages."""
-        return are_stacks_apart(self.split, self._rewritten_shared.program)
+        """Whether the stacked weights may be stored on their stages.
+
+        They may if the layers alone read them, and they are cast at most: then they may have other dims for the layers.
+        """
+        cut, shared = self.split, self._rewritten_shared.program
+        by_param = {cut.like[v]: v for v in cut.weights if v in cut.like}
+        if len(by_param) < len(cut.weights) or any(cut.full_arguments[index] in cut.after.inputs for index in by_param):
+            return False
+        program = jx.body(shared)
+        arguments = dict(zip(cut.shared.inputs, program.invars, strict=False))
+        # Along each stack: the parameter, and what casts make of it.
+        along = {arguments[cut.arguments[index]]: var for index, var in by_param.items()}
+        for equation in program.eqns:
+            read = [a for a in equation.invars if jx.is_var(a) and a in along]
+            if read and equation.primitive.name not in _ELEMENTWISE:
+                return False
+            along |= {var: along[a] for a in read for var in equation.outvars}
+        return all(along.get(made, out) is out for made, out in zip(program.outvars, cut.shared.outputs, strict=True) if jx.is_var(made))
 
     @property
     def _rewritten_shared(self) -> Part:

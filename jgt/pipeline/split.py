@@ -27,6 +27,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jgt.pipeline.arrays import Floats, has_gradient
 from jgt.pipeline.batch import AlignmentError, Growth, align_microbatch, growth_of
 from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.whole_program import DATA, LAYERS, PARAMS, SplitError, WholeProgram, argument_marks, dissolves, layer_scan
@@ -36,9 +37,6 @@ from jgt.program.parts import Flat, Part, dependency_bits, extract_part, flatten
 from jgt.program.peel import peeled
 from jgt.program.places import Place, place_of
 from jgt.program.reads import narrow_reads
-
-_ELEMENTWISE = ("convert_element_type", "copy", "name")
-"""Equations that mean the same for any shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +98,26 @@ class Split:
     """The variables of `totals` in the whole program."""
     like: Mapping[Var, int]
     """For a weight or common value that is a parameter, or one cast or scaled, the parameter's index."""
+    frozen: frozenset[Var] = frozenset()
+    """The weights and common values that have no gradients, because the call does not differentiate by their parameters."""
+
+    def floats(self, values: Sequence[Var]) -> Floats:
+        """Which of these weights or common values have gradients."""
+        return Floats(tuple(v not in self.frozen and has_gradient(jx.struct_of(v)) for v in values))
+
+    def differentiated(self, values: Sequence[Var]) -> list[Var]:
+        """Those of these weights or common values that have gradients."""
+        return self.floats(values).select(values)
+
+    @property
+    def trains_embedding(self) -> bool:
+        """Whether the embedding has gradients, for which it needs the cotangents of what enters the layers."""
+        return any(v in self.embed.inputs for v in self.differentiated(self.common))
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether layers run backward: not if the head alone has gradients."""
+        return self.trains_embedding or bool(self.differentiated((*self.weights, *self.in_layers)))
 
     @cached_property
     def stacks(self) -> frozenset[int]:
@@ -269,26 +287,6 @@ class _Splitter:
                 return None
             var = same[0]
         return self.params.index(var) if var in self.params else None
-
-
-def are_stacks_apart(cut: Split, shared: Program) -> bool:
-    """Whether the stacked parameters are read by the layers alone, and cast at most, so that they may have other dims for the layers.
-
-    shared: the program of `cut.shared`, as it will run.
-    """
-    by_param = {cut.like[v]: v for v in cut.weights if v in cut.like}
-    if len(by_param) < len(cut.weights) or any(cut.full_arguments[index] in cut.after.inputs for index in by_param):
-        return False
-    program = jx.body(shared)
-    arguments = dict(zip(cut.shared.inputs, program.invars, strict=False))
-    # Along each stack: the parameter, and what casts make of it.
-    along = {arguments[cut.arguments[index]]: var for index, var in by_param.items()}
-    for equation in program.eqns:
-        read = [a for a in _variables(equation.invars) if a in along]
-        if read and equation.primitive.name not in _ELEMENTWISE:
-            return False
-        along |= {var: along[a] for a in read for var in equation.outvars}
-    return all(along.get(made, out) is out for made, out in zip(program.outvars, cut.shared.outputs, strict=True) if jx.is_var(made))
 
 
 def _variables(atoms: Iterable[Atom]) -> list[Var]:

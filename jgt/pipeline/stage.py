@@ -19,7 +19,7 @@ from typing import TypeVar, cast
 import jax
 import jax.numpy as jnp
 
-from jgt.pipeline.arrays import Arrays, Flags, Floats, Integers, Structs, call, float_variables, has_gradient, row, wide_zeros, zeros
+from jgt.pipeline.arrays import Arrays, Flags, Floats, Integers, Structs, call, row, wide_zeros, zeros
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.layer import Gradients, Layer, LayerInputs
 from jgt.pipeline.links.moves import Moves
@@ -62,7 +62,7 @@ class Stage:
 
     def empty_buffers(self, travel: Structs, weights: Arrays, common: Arrays) -> StageBuffers:
         """The stage's buffers before the first tick; travel: the shapes that travel."""
-        slots, num_layers = self.ticks.buffers, self.chunks.layers_per_chunk
+        split, slots, num_layers = self.split, self.ticks.buffers, self.chunks.layers_per_chunk
         # [slots, ...] for what travels, [slots, layers of a chunk, ...] for what each layer saves.
         inbox, saved = zeros(travel, slots.forward.inbox.num_slots), slots.saved.num_slots
         if not self.trains:
@@ -74,7 +74,7 @@ class Stage:
             saved=zeros(travel, saved) if self.keep_input else zeros(self.layer.saved_shapes, saved, num_layers),
             inbox_back=zeros(Floats.among(travel).select(travel), slots.backward.inbox.num_slots),
             stashed=zeros([*self.layer.stashed_shapes, *also_stashed], slots.stashed.num_slots, num_layers),
-            sums=[wide_zeros(x) for x in [*weights, *common] if has_gradient(x)],
+            sums=[wide_zeros(x) for x in split.floats([*split.weights, *split.in_layers]).select([*weights, *common])],
         )
 
     # -- the items --------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ class Stage:
     def _add(self, sums: Arrays, gradients: Gradients, item: StageItem, i: jax.Array, layer: jax.Array) -> Arrays:
         """The sums with the gradients of the layer at a position of the item's chunk, if there is an item and the layer is not padding."""
         at, is_real, new = item.chunk * self.chunks.layers_per_chunk + i, item.on & (layer >= 0), list(sums)
-        weights = dict(enumerate(float_variables(self.split.weights)))
+        weights = dict(enumerate(self.split.differentiated(self.split.weights)))
         for index, gradient in gradients.items():
             total, wide = sums[index], gradient.astype(sums[index].dtype)
             part = self.moves.scatter_layer(weights[index], wide) if index in weights else wide

@@ -150,10 +150,11 @@ class Ticks:
     skips: bool
 
 
-def arrays_of(table: Table, *, skips: bool) -> Ticks:
-    """The arrays of a verified table. skips: idle stages skip their layers."""
+def arrays_of(table: Table, *, skips: bool, embeds_back: bool) -> Ticks:
+    """The arrays of a verified table. skips: idle stages skip their layers. embeds_back: the embedding has gradients."""
     buffers = allocate_buffers(table)
     whole = _work(table, buffers)
+    whole = whole if embeds_back else replace(whole, embed_back=None)
 
     def kinds_in(tick: int) -> tuple[Kind, ...]:
         return tuple(kind for kind in KINDS if any(table.rows(kind)[tick]))
@@ -170,7 +171,7 @@ def _segment(whole: Work, ticks: list[int]) -> Segment:
         return x[ticks]
 
     work: Work = jax.tree.map(during, whole)
-    on = {name: np.asarray(item.on) for name, item in vars(work).items()}
+    on = {name: np.asarray(item is not None and item.on) for name, item in vars(work).items()}
     return Segment(
         # None, and not False in every tick: the body of the segment's scan then has no code for that kind.
         work=replace(work, **{name: None for name, wanted in on.items() if not wanted.any()}),
@@ -239,8 +240,8 @@ def _grid(rows: Sequence[Row], value: Callable[[Item], int], dtype: type[_Scalar
 class StageBuffers:
     """The buffers of the stages, or some of them. An empty list is a buffer that does not exist or is not passed.
 
-    sums: the gradients of a stage's weights that are floats, then of the common values that its layers read and that are floats, added up
-    over microbatches; those of common values over the stage's layers, too.
+    sums: the gradients of a stage's weights, then of the common values that its layers read, where these have gradients, added up over
+    microbatches; those of common values over the stage's layers, too.
     """
 
     inbox: Arrays = field(default_factory=Arrays)

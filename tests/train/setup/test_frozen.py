@@ -147,14 +147,8 @@ def test_every_feature_keeps_the_frozen_bits_and_moves_the_others(tiny, override
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "rules",
-    [
-        (),
-        FSDP,
-        pytest.param(
-            (*STAGES, PIPELINE % "1f1b"), marks=pytest.mark.xfail(strict=True, reason="a stage computes the gradients of all its weights")
-        ),
-    ],
-    ids=["alone", "fsdp", "stages"],
+    [(), FSDP, *[(*STAGES, PIPELINE % schedule) for schedule in ("1f1b", "gpipe", "zb")]],
+    ids=["alone", "fsdp", "1f1b", "gpipe", "zb"],
 )
 def test_a_step_computes_no_gradient_of_frozen_weights(tiny, rules):
     def planned(*overrides):
