@@ -182,6 +182,8 @@ def _own_problems(run: Run) -> Iterator[str]:
         yield run.root.find("train.loss").problem(f"{document.shown(loss)} is not MODULE:NAME, such as my_models:loss")
     if run.own("data.source") and loss is None:
         yield run.root.find("data.source").problem("data of your own needs a loss of your own. Add train.loss: MODULE:NAME")
+    if run.own("data.source") is None and config.data.source == "preferences" and loss is None:
+        yield run.root.find("data.source").problem("preferences needs a loss of pairs of answers. Add train.loss: MODULE:NAME")
     for key, other in (("train.loss_chunks", config.train.loss_chunks), ("sample.tokens", config.sample.tokens)):
         if loss is not None and other:
             yield run.root.find(key).problem("belongs to language models without a loss of their own. Remove the key, or train.loss")

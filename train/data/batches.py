@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -59,6 +59,8 @@ class Data:
     """The token that ends a document; None if documents are not masked from each other."""
     element: Mapping[str, jax.ShapeDtypeStruct] | None = None
     """The arrays of one row, for data of the user's own."""
+    pairs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Samples of pairs by index, {inputs, targets, weights: [2, seq], number}, under `train` and the names of `eval_parts`."""
     notes: tuple[str, ...] = ()
     """Lines about the data for the log of a run."""
     pads: bool = True
@@ -106,6 +108,11 @@ class Data:
         for mapped in self._mapped:
             mapped.check_contents()
 
+    def with_column(self, name: str, values: Mapping[str, np.ndarray]) -> Data:
+        """The data with one more array [b, ...] in each batch. values: a row for each sample, by the names in `pairs`."""
+        column = np.concatenate([values[part] for part in self.pairs])
+        return replace(self, _stack=partial(_stack_with, self._stack, name, column))
+
     @property
     def eval_parts(self) -> tuple[str, ...]:
         """The names of the parts that hold data out."""
@@ -135,6 +142,11 @@ def _rows_of_batch(samples: grain.MapDataset, stack: Stack, start: int, batch: i
     positions = [start + index * batch + row for row in rows]
     # Only held-out data ends; the last batch of an evaluation is padded, so that all batches have one shape.
     return stack([samples[position] if position < len(samples) else None for position in positions])
+
+
+def _stack_with(stack: Stack, name: str, column: np.ndarray, samples: Sequence[Any]) -> Batch:
+    rows = [np.zeros_like(column[0]) if sample is None else column[sample["number"]] for sample in samples]
+    return {**stack(samples), name: np.stack(rows)}
 
 
 def stack_tokens(seq: int, end: int | None, samples: Sequence[Any]) -> Batch:

@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from jgt.document import Bound, InputError, LocalPath, Node, path_problem, shown
 
 from ..code.names import OR_OWN, is_name
 from ..sections import is_installed
-from .chat.keys import ChatKeys
+from .chat.keys import CHATS, ChatKeys
 from .files import Finder, standard_library
 
 Problem = tuple[str, str]
@@ -34,6 +34,7 @@ _MAX_WEIGHT_RATIO = 1e6
 MAX_PARTS = 1_000
 _MAX_PROBLEMS = 20
 _MAX_NAME = 60
+_Source = Literal["stdlib", "text", "tokens", "jsonl", "parquet", "arrow", "chat", "preferences", "mixture"]
 _DOCUMENTS = ("jsonl", "parquet", "arrow")
 """The sources that read one field of each document."""
 SUFFIXES: Mapping[str, tuple[str, ...]] = {
@@ -111,7 +112,7 @@ class MixturePart(_SourceKeys):
 class DataConfig(_SourceKeys):
     """The `data:` section: the training data and its held-out split.
 
-    source: the source as in a part of a mixture, or mixture.
+    source: the source as in a part of a mixture, preferences (pairs of answers, in files as those of chat), or mixture.
     eval_tokens: without `eval_path`, how many tokens at the end of the data (of each part of a mixture) are held out. 0: no evaluation.
     null: 5 % of them, at most 500,000.
     shuffle: whether training reads the windows in a random order, another one in each epoch.
@@ -121,7 +122,7 @@ class DataConfig(_SourceKeys):
     mixture: the parts, each with a weight; for the source mixture.
     """
 
-    source: Annotated[Literal["stdlib", "text", "tokens", "jsonl", "parquet", "arrow", "chat", "mixture"], OR_OWN] = "stdlib"
+    source: Annotated[_Source, OR_OWN] = "stdlib"
     eval_tokens: Annotated[int, Bound(low=0, high=10**12)] | None = None
     shuffle: bool = True
     documents: Literal["join", "mask"] = "join"
@@ -138,12 +139,12 @@ class DataConfig(_SourceKeys):
         if self.source == "mixture":
             return self.mixture
         keys = {key: getattr(self, key) for key in _SourceKeys.__dataclass_fields__}
-        return (MixturePart(weight=1.0, source=self.source, **keys),)
+        return (MixturePart(weight=1.0, source=cast("Any", self.source), **keys),)
 
     @property
     def has_chats(self) -> bool:
         """Whether some rows are conversations."""
-        return any(part.source == "chat" for part in self.parts())
+        return any(part.source in CHATS for part in self.parts())
 
     @property
     def has_segments(self) -> bool:
@@ -174,8 +175,8 @@ class DataConfig(_SourceKeys):
             yield "mixture", f"has {len(self.mixture)} parts, but source is {self.source}. Set source to mixture, or remove the parts"
 
     def _end_problems(self) -> Iterator[Problem]:
-        if self.documents == "mask" and all(part.source == "chat" for part in self.parts()):
-            yield "documents", "the source chat has conversations, which never attend to each other. Remove the key"
+        if self.documents == "mask" and all(part.source in CHATS for part in self.parts()):
+            yield "documents", f"the source {self.parts()[0].source} has conversations, which never attend to each other. Remove the key"
         token_parts = [part for part in self.parts() if part.source == "tokens"]
         if self.end_of_text is None:
             # A tokenizer.json has such an id. The tokenizer of bytes is only the default, and says nothing of ids that were made elsewhere.
@@ -291,8 +292,8 @@ def _file_problems(path: str, source: str, matches: tuple[Path, ...]) -> Iterato
             )
     if matches and all(file.suffix == ".idx" for file in matches):
         yield f"{matches[0]} is only an index. Name the .bin file beside it"
-    packed = [file for file in matches if file.suffix == ".zst"] if source in ("text", "jsonl", "chat") else []
-    columns = [file for file in matches if file.suffix in SUFFIXES["parquet"]] if source == "chat" else []
+    packed = [file for file in matches if file.suffix == ".zst"] if source in ("text", "jsonl", *CHATS) else []
+    columns = [file for file in matches if file.suffix in SUFFIXES["parquet"]] if source in CHATS else []
     if columns and not is_installed("pyarrow"):
         yield f"{columns[0]} needs the package pyarrow. Install it: pip install 'jgt[data]'"
     if packed and not is_installed("zstandard"):

@@ -9,14 +9,16 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import grain
 import numpy as np
 
 from jgt.document import InputError
 
-from .batches import Data, stack_tokens
-from .chat.rows import ChatRows, as_row, stack_rows
+from .batches import Data, Stack, stack_tokens
+from .chat.keys import has_pairs
+from .chat.rows import ChatRows, Pairs, as_row, stack_pairs, stack_rows
 from .config import DataConfig, OwnData, Problem, path_problems
 from .encoded import remove_leftovers
 from .mapped import MappedFile
@@ -61,15 +63,17 @@ def open_data(
     with _located(where, "data.documents"):
         _check_ends(config, [split.train.stream for split in splits], end)
     named = [*zip(config.part_names(), splits, strict=True)]
-    held_out = {name: _dataset(config, split.held_out, end) for name, split in named if split.held_out is not None}
+    held = [(name, split.held_out) for name, split in named if split.held_out is not None]
+    held_out = {name: _dataset(config, samples, end) for name, samples in held}
     chats = [(f"{name}{end}", rows) for name, split in named for end, rows in (("", split.train), (" (held out)", split.held_out))]
     return Data(
         tokenizer=tokenizer,
         end=end,
         fingerprint=_fingerprint(config, splits),
         train_sequences=sum(len(split.train) for split in splits),
-        notes=tuple(rows.describe(name) for name, rows in chats if isinstance(rows, ChatRows)),
-        _stack=partial(stack_rows, config.has_segments, seq) if config.has_chats else partial(stack_tokens, seq, end),
+        pairs={part: pairs for part, pairs in (("train", splits[0].train), *held) if isinstance(pairs, Pairs)},
+        notes=tuple(rows.describe(name) for name, rows in chats if isinstance(rows, ChatRows | Pairs)),
+        _stack=_stack(config, seq, end),
         _mapped=_mapped_files(splits),
         _train=_train_samples(config, splits, end, seed),
         _held_out=held_out,
@@ -140,7 +144,7 @@ def _size_problems(config: DataConfig, prefixes: Sequence[str], splits: list[Spl
     """Splits without a single window, which cannot be trained on or evaluated."""
     for part, prefix, split in zip(config.parts(), prefixes, splits, strict=True):
         train, held_out = (0 if samples is None else len(samples.stream) for samples in (split.train, split.held_out))
-        if isinstance(split.train, ChatRows):
+        if isinstance(split.train, ChatRows | Pairs):
             if not train:
                 why = f"all conversations of {part.label} would be held out, which have {held_out:,} tokens together"
                 yield "data.eval_tokens", f"data.eval_tokens: {why}. Set data.eval_tokens=0 for no evaluation, or a smaller number"
@@ -173,8 +177,14 @@ def _bad_share(held_out: int, name: str, num_tokens: int, seq: int) -> str:
 
 def _dataset(config: DataConfig, samples: Samples, end: int | None) -> grain.MapDataset:
     """The samples of a part. Beside conversations, windows are rows too."""
-    made = grain.MapDataset.source(samples)
+    made: grain.MapDataset[Any] = grain.MapDataset.source(cast("Sequence[Any]", samples))
     return made.map(partial(as_row, end)) if config.has_chats and isinstance(samples, Windows) else made
+
+
+def _stack(config: DataConfig, seq: int, end: int | None) -> Stack:
+    if has_pairs(config.source):
+        return partial(stack_pairs, seq)
+    return partial(stack_rows, config.has_segments, seq) if config.has_chats else partial(stack_tokens, seq, end)
 
 
 def _train_samples(config: DataConfig, splits: list[Splits], end: int | None, seed: int) -> grain.MapDataset:

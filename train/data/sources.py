@@ -16,7 +16,8 @@ from pathlib import Path
 from jgt.document import InputError, shown
 
 from .chat.answers import IDS
-from .chat.rows import ChatRows
+from .chat.keys import CHATS, has_pairs
+from .chat.rows import ChatRows, Pairs
 from .chat.source import held_out_from, open_chats, training_template
 from .chat.template import ChatTemplate
 from .columns import read_columns
@@ -41,7 +42,7 @@ DOCUMENT_READERS = {
 }
 
 
-Samples = Windows | ChatRows
+Samples = Windows | ChatRows | Pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class Opener:
         prefix: `data.` or `data.mixture[0].`, which precedes the part's keys in the run's file.
         """
         files = Finder().files(part.path) if part.path is not None else standard_library()
-        template = self._template(part, prefix) if part.source == "chat" else None
+        template = self._template(part, prefix) if part.source in CHATS else None
         train, too_small = self._checked(part, prefix, "path", files, template)
         fingerprint = {"source": part.source, **_identity(files)}
         if template is not None:
@@ -94,14 +95,14 @@ class Opener:
             too_small += more
             fingerprint |= {f"eval_{key}": value for key, value in _identity(eval_files).items()}
         elif count := spared_tokens(len(train), self.seq) if self.eval_tokens is None else self.eval_tokens:
-            position = max(len(train) - count, 0) if template is None else held_out_from(train, count)
+            position = max(len(train) - count, 0) if template is None else held_out_from(train, count, part)
             # A few conversations are trained on as a whole, unless the config says otherwise.
             if position or template is None or self.eval_tokens:
                 train, held_out = train.split(position)
         fingerprint |= {"train_tokens": len(train), "eval_tokens": 0 if held_out is None else len(held_out)}
-        splits = [None if stream is None else self._samples(part, stream) for stream in (train, held_out)]
-        assert splits[0] is not None
-        return Splits(train=splits[0], held_out=splits[1], fingerprint=fingerprint, too_small=too_small)
+        samples = self._samples(part, train)
+        rest = None if held_out is None else self._samples(part, held_out, first=len(samples))
+        return Splits(train=samples, held_out=rest, fingerprint=fingerprint, too_small=too_small)
 
     def _template(self, part: MixturePart, prefix: str) -> ChatTemplate:
         try:
@@ -109,11 +110,13 @@ class Opener:
         except InputError as error:
             raise located([(f"{prefix}template", problem) for problem in error.problems], self.where) from None
 
-    def _samples(self, part: MixturePart, stream: Stream) -> Samples:
-        if part.source != "chat":
+    def _samples(self, part: MixturePart, stream: Stream, first: int = 0) -> Samples:
+        if part.source not in CHATS:
             return Windows(stream=stream, seq=self.seq, vocab=self.vocab)
-        pad = self.tokenizer.special.pad
-        return ChatRows(stream=stream, seq=self.seq, packing=part.packing, padding=pad if pad is not None and pad < self.vocab else 0)
+        is_pair, pad = has_pairs(part.source), self.tokenizer.special.pad
+        padding = pad if pad is not None and pad < self.vocab else 0
+        rows = ChatRows(stream=stream, seq=self.seq, packing=part.packing and not is_pair, padding=padding)
+        return Pairs(rows=rows, first=first) if is_pair else rows
 
     def _checked(
         self, part: MixturePart, prefix: str, key: str, files: FileSet, template: ChatTemplate | None
@@ -140,7 +143,7 @@ class Opener:
     def _open(self, part: MixturePart, files: FileSet, template: ChatTemplate | None) -> Stream:
         if part.source == "tokens":
             return open_tokens(files, part.dtype)
-        if part.source in ("text", "jsonl", "chat"):
+        if part.source in ("text", "jsonl", *CHATS):
             columns = SUFFIXES["parquet"] if template is not None else ()
             plain = (path for path in files.paths if not is_packed(path) and path.suffix not in columns)
             problems = [problem for path in plain if (problem := format_problem(path))]

@@ -14,6 +14,7 @@ from typing import Any
 
 from jgt.document import InputError
 
+from ..data.chat.keys import CHATS
 from ..data.chat.messages import read_messages
 from ..data.chat.source import template_of, training_template
 from ..data.chat.template import ChatTemplate, Message
@@ -40,7 +41,7 @@ class Chat:
         if tokenizer is None:
             raise InputError(["the model has no tokenizer, so it cannot chat. Add a tokenizer.json to its folder"])
         parts = data.parts() if isinstance(data, DataConfig) else ()
-        trained = (training_template(part, tokenizer, date=None) for part in parts if part.source == "chat")
+        trained = (training_template(part, tokenizer, date=None) for part in parts if part.source in CHATS)
         return Chat(tokenizer=tokenizer, template=next(trained, None) or template_of(tokenizer))
 
     def prompt(self, messages: Any) -> list[int]:

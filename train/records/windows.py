@@ -32,7 +32,12 @@ def data_windows(run: Run, data: Data, count: int, part: str | None) -> Iterator
     tokenizer = None if isinstance(config, OwnData) or config.tokenizer_name is None else data.tokenizer
     for batch in batches:
         row = {name: values[0] for name, values in batch.items()}
-        yield _token_rows(row, tokenizer, data.end) if row.keys() >= {"inputs", "targets", "weights"} else _array_rows(row)
+        if not row.keys() >= {"inputs", "targets", "weights"}:
+            yield _array_rows(row)
+            continue
+        # A pair of answers is two windows.
+        sides = [row] if row["inputs"].ndim == 1 else [{name: values[side] for name, values in row.items()} for side in range(2)]
+        yield from (_token_rows(side, tokenizer, data.end) for side in sides)
 
 
 def _token_rows(row: Mapping[str, np.ndarray], tokenizer: Tokenizer | None, end: int | None) -> list[dict[str, Any]]:

@@ -134,7 +134,8 @@ def element_of(data: DataConfig | OwnData, model: ModelConfig | OwnModel, code: 
     kinds = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     if data.has_segments:
         kinds["segments"] = jnp.int32
-    return {name: jax.ShapeDtypeStruct((model.seq,), kind) for name, kind in kinds.items()}
+    shape = (2, model.seq) if data.source == "preferences" else (model.seq,)
+    return {name: jax.ShapeDtypeStruct(shape, kind) for name, kind in kinds.items()}
 
 
 def may_reshape(optimizer: OptimizerConfig | OwnOptimizer) -> bool:

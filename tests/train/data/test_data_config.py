@@ -42,7 +42,7 @@ def test_the_default_is_the_standard_library():
         ("source: mixture\nmixture: [{weight: 1}, {weight: 1, tokenizer: t.json}]", "the parts use different tokenizers: bytes, t.json"),
         (
             "source: parqet\npath: x",
-            "tokens, jsonl, parquet, arrow, chat, mixture. Did you mean 'parquet'?",
+            "tokens, jsonl, parquet, arrow, chat, preferences, mixture. Did you mean 'parquet'?",
         ),
         ("source: mixture\nmixture: [{weight: 1, name: a/b}]", "mixture[0].name: 'a/b' cannot be part of a metric's name"),
         ("source: mixture\nmixture: [{weight: 1, name: a}, {weight: 1, name: a}]", "mixture: several parts have the name a"),

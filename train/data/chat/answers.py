@@ -51,7 +51,7 @@ class Encoder:
     def encode(self, conversation: Conversation) -> np.ndarray:
         """The tokens of a conversation, uint32 [n], at most `most`. Raises InputError without a sound mask, or with nothing to train."""
         messages, tools = conversation.messages, conversation.tools
-        if not self.is_whole and all(message["role"] != "assistant" for message in messages):
+        if not self.is_whole and all(message["role"] != "assistant" for message in messages[conversation.first :]):
             raise InputError(["has no answer, which is a message of the assistant. Remove the conversation"])
         if self.is_whole or not self.template.has_marks:
             text, spans = self.template.render(messages, tools, add_generation_prompt=False), Spans()
@@ -90,6 +90,8 @@ class Encoder:
         """The text of a conversation and its answers by the template's marks. Raises InputError."""
         messages, tools = conversation.messages, conversation.tools
         text, spans = self.template.render_marked(messages, tools)
+        if conversation.first:
+            spans = spans[len(self.template.render_marked(messages[: conversation.first], tools)[1]) :]
         if not any(first < last for first, last in spans):
             raise self._unsound("marks no text of it as an answer, although it has marks")
         answer = next(number for number, message in enumerate(messages) if message["role"] == "assistant")
@@ -101,7 +103,7 @@ class Encoder:
         """The answers in the text of a conversation. Raises InputError."""
         messages, tools = conversation.messages, conversation.tools
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or number < conversation.first:
                 continue
             before = self.template.render(messages[:number], tools)
             until = text

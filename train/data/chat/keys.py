@@ -1,4 +1,4 @@
-"""The keys of the source chat. Imports no JAX, numpy or Jinja, because they are checked before any of them."""
+"""The keys of conversations, and of pairs of them. Imports no JAX, numpy or Jinja, because they are checked before any of these."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ from typing import Literal
 from jgt.document import LocalPath, path_problem
 
 from ...sections import is_installed
+
+CHATS = ("chat", "preferences")
+"""The sources whose rows are written with a chat template."""
+
+
+def has_pairs(source: str) -> bool:
+    """Whether a sample of this source is two rows: a chosen answer and a rejected one."""
+    return source == "preferences"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,12 +35,13 @@ class ChatKeys:
     def unread(self, source: str) -> Iterator[tuple[str, str]]:
         """Problems of keys that another source does not read."""
         for field in fields(ChatKeys):
-            if source != "chat" and getattr(self, field.name) != field.default:
-                yield field.name, f"only the source chat reads it, and source is {source}. Remove the key"
+            readers = CHATS if field.name == "template" else CHATS[:1]
+            if source not in readers and getattr(self, field.name) != field.default:
+                yield field.name, f"only the source {' and '.join(readers)} reads it, and source is {source}. Remove the key"
 
     def missing(self, source: str) -> Iterator[tuple[str, str]]:
         """Problems of what conversations need on this machine."""
-        if source == "chat" and not is_installed("jinja2"):
-            yield "source", "chat needs the package jinja2. Install it: pip install 'jgt[chat]'"
+        if source in CHATS and not is_installed("jinja2"):
+            yield "source", f"{source} needs the package jinja2. Install it: pip install 'jgt[chat]'"
         if self.template != "auto" and (problem := path_problem(self.template)):
             yield "template", f"{self.template} cannot be read: {problem}. Write auto, or the path of a template in Jinja"

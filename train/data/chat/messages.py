@@ -4,6 +4,8 @@
     {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}]}           ShareGPT's
     {"instruction": "Translate", "input": "Guten Tag", "output": "Good day"}                           Alpaca's
 
+Preferences have two answers to one prompt, {"prompt": "Hello", "chosen": "Hi", "rejected": "What?"}, each of these a text or messages.
+
 The keys of each row say which shape it has, so files of several shapes may be mixed. What a template would take without a word, and a model
 would learn, is refused: a role with a typo, an answer without text, a message that has no content.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,25 +27,43 @@ from ..documents import read_objects
 from ..packed import TextError
 
 COLUMNS = ("messages", "conversations", "instruction", "input", "output", "system", "tools")
+ANSWERS = ("chosen", "rejected")
+ShapesOf = Callable[[Mapping[str, Any]], list[tuple[Any, int]]]
+"""A row's messages, not checked, once or twice, and how many of them come before what is trained."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _SENDERS = {"human": "user", "gpt": "assistant", "observation": "tool", **{role: role for role in ROLES}}
 _SHAPES = "A conversation is one of {messages: [{role, content}, ..]}, {conversations: [{from, value}, ..]}, {instruction, input, output}"
+_PREFERENCE = "A preference has a prompt, and two answers, chosen and rejected, each a text or a list of messages"
 _EXAMPLE = '{"role": "user", "content": "Hello"}'
 _DEFINITION = re.compile(r'^def ([a-z]\w+)\([^"]*?\)[^"\n]*:\n +r?"""(.+?)(?:"""|\n\n)', re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Messages as a chat template reads them, and the descriptions of functions, or None."""
+    """Messages as a chat template reads them, and the descriptions of functions, or None. first: the first that may be trained."""
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
+    first: int = 0
 
 
-def read_conversations(path: Path) -> Iterator[tuple[str, Conversation] | TextError]:
-    """The place and the conversation of each line of a file of JSON lines, or of each row of a Parquet file."""
-    for row in read_rows(path, COLUMNS) if path.suffix in SUFFIXES["parquet"] else read_objects(path):
-        yield row if isinstance(row, TextError) else _read(*row)
+Read = tuple[str, list[Conversation]]
+"""The place of a row, and its conversation, or the chosen and the rejected one."""
+
+
+def read_conversations(path: Path) -> Iterator[Read | TextError]:
+    """The conversation of each line of a file of JSON lines, or of each row of a Parquet file."""
+    return _read_all(path, COLUMNS, lambda row: [(_messages_of(row), 0)])
+
+
+def read_preferences(path: Path) -> Iterator[Read | TextError]:
+    """The conversations with the chosen and with the rejected answer of each line or row."""
+    return _read_all(path, ("prompt", *ANSWERS, "tools"), _pair_of)
+
+
+def _read_all(path: Path, columns: Collection[str], shapes_of: ShapesOf) -> Iterator[Read | TextError]:
+    for row in read_rows(path, columns) if path.suffix in SUFFIXES["parquet"] else read_objects(path):
+        yield row if isinstance(row, TextError) else _read(*row, shapes_of)
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
@@ -66,14 +86,18 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
     return read
 
 
-def _read(where: str, row: Mapping[str, Any]) -> tuple[str, Conversation] | TextError:
+def _read(where: str, row: Mapping[str, Any], shapes_of: ShapesOf) -> Read | TextError:
     try:
         # JSON can spell half of a surrogate pair, "\ud800", which no tokenizer takes.
         json.dumps(row, ensure_ascii=False, default=str).encode("utf-8")
-        messages = read_messages(_messages_of(row))
-        if problems := [problem for number, message in enumerate(messages) for problem in _problems(f"messages[{number}]", message)]:
-            raise InputError(problems)
-        return where, Conversation(messages=messages, tools=_tools(row.get("tools")))
+        tools, read = _tools(row.get("tools")), [(read_messages(messages), first) for messages, first in shapes_of(row)]
+        problems = (
+            problem for messages, _ in read for n, message in enumerate(messages) for problem in _problems(f"messages[{n}]", message)
+        )
+        # Two answers share the messages before them, and their problems.
+        if found := list(dict.fromkeys(problems)):
+            raise InputError(found)
+        return where, [Conversation(messages=messages, tools=tools, first=first) for messages, first in read]
     except UnicodeEncodeError:
         return TextError(f"{where}: contains half of a surrogate pair, which is not a character")
     except InputError as error:
@@ -108,6 +132,30 @@ def _messages_of(row: Mapping[str, Any]) -> Any:
     raise InputError([f"has the keys {', '.join(map(shown, [*row][:12])) or 'none'}. {_SHAPES}"])
 
 
+def _pair_of(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
+    """The messages with the chosen answer, and with the rejected one, and how many of them are the prompt. Raises InputError."""
+    if not {*ANSWERS} <= row.keys():
+        raise InputError([f"has the keys {', '.join(map(shown, [*row][:12])) or 'none'}. {_PREFERENCE}"])
+    prompt, answers = row.get("prompt"), [_turns(row[key], "assistant") for key in ANSWERS]
+    before = [] if prompt is None else _turns(prompt, "user")
+    if not all(isinstance(turns, list) and turns for turns in (*answers, *([] if prompt is None else [before]))):
+        raise InputError([f"prompt, chosen and rejected: must be texts or lists of messages. {_PREFERENCE}"])
+    is_whole = [isinstance(turns[0], dict) and turns[0].get("role") != "assistant" for turns in answers]
+    if all(is_whole):
+        # Each answer is a conversation with the prompt in front.
+        count = next((n for n, (one, other) in enumerate(zip(*answers, strict=False)) if one != other), min(map(len, answers)))
+        before, answers = answers[0][:count], [turns[count:] for turns in answers]
+    if not before or any(is_whole) != all(is_whole):
+        raise InputError([f"chosen and rejected: have no prompt in common. {_PREFERENCE}"])
+    if not all(answers) or answers[0] == answers[1]:
+        raise InputError(["chosen and rejected: are the same, or one is the beginning of the other. Remove the row"])
+    return [([*before, *turns], len(before)) for turns in answers]
+
+
+def _turns(value: Any, role: str) -> Any:
+    return [{"role": role, "content": value}] if isinstance(value, str) else value
+
+
 def _problems(where: str, message: Mapping[str, Any]) -> Iterator[str]:
     role, content = message["role"], message.get("content")
     if role not in ROLES:
@@ -129,10 +177,10 @@ def _tools(value: Any) -> list[Any] | None:
     return tools or None
 
 
-def read_questions(path: Path) -> Iterator[tuple[str, Conversation]]:
+def read_questions(path: Path) -> Iterator[Read]:
     """A conversation about each documented function of a Python module, with its place: data that every machine has."""
     for name, said in _DEFINITION.findall(path.read_text(encoding="utf-8", errors="replace")):
         answer = " ".join(said.replace("\\", "").split())
         turns = {"user": f"What does {path.stem}.{name} do?", "assistant": answer}
         if answer:
-            yield str(path), Conversation(messages=[{"role": role, "content": text} for role, text in turns.items()])
+            yield str(path), [Conversation(messages=[{"role": role, "content": text} for role, text in turns.items()])]

@@ -79,6 +79,31 @@ class ChatRows:
         return np.concatenate([[0], np.cumsum(np.bincount(self._packed))])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Every two rows of a stream: the chosen answer to a prompt, and the rejected one. first: the number of the first pair."""
+
+    rows: ChatRows
+    first: int = 0
+
+    @property
+    def stream(self) -> Stream:
+        """The conversations, chosen and rejected in turn."""
+        return self.rows.stream
+
+    def __len__(self) -> int:
+        return len(self.rows) // 2
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """{inputs, targets, weights: [2, seq], number: []}. Raises DataChangedError if a file has changed since it was opened."""
+        both = stack_rows(False, self.rows.seq, [self.rows[2 * index], self.rows[2 * index + 1]])
+        return {**both, "number": np.asarray(self.first + index)}
+
+    def describe(self, name: str) -> str:
+        """The line of the log about these pairs. name: the data, for a person."""
+        return f"{self.rows.describe(name)}. They are {len(self):,} pairs of a chosen and a rejected answer"
+
+
 def packed(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """The row of each conversation, [n]: the first of the newest rows that has room for it, or a new one. No length is above capacity."""
     rows, free, count = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64), 0
@@ -119,6 +144,12 @@ def stack_rows(has_segments: bool, seq: int, samples: Sequence[Any]) -> dict[str
         places = np.where(begins[:, :-1], np.arange(seq, dtype=np.int32), 0)
         batch["segments"] = np.maximum.accumulate(places, axis=1)
     return batch
+
+
+def stack_pairs(seq: int, samples: Sequence[Any]) -> dict[str, np.ndarray]:
+    """The batch of some pairs: inputs, targets and weights [b, 2, seq]. None stands for a pair of padding."""
+    padding = stack_rows(False, seq, [None, None])
+    return {name: np.stack([x if sample is None else sample[name] for sample in samples]) for name, x in padding.items()}
 
 
 def _pieces(stream: Stream) -> list[np.ndarray]:

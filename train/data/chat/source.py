@@ -22,7 +22,8 @@ from ..packed import TextError
 from ..stream import Stream
 from ..tokenizer import Tokenizer
 from .answers import Encoder
-from .messages import read_conversations, read_questions
+from .keys import has_pairs
+from .messages import read_conversations, read_preferences, read_questions
 from .rows import begins_of
 from .template import ChatTemplate
 
@@ -54,24 +55,26 @@ def training_template(part: MixturePart, tokenizer: Tokenizer, date: datetime | 
 def open_chats(files: FileSet, part: MixturePart, template: ChatTemplate, tokenizer: Tokenizer, *, seq: int, cache_dir: Path) -> Stream:
     """The conversations of some files, one after another; tokens have the bits of `answers.py`. Raises InputError and UnreadableError."""
     encoder = Encoder(tokenizer=tokenizer, template=template, is_whole=part.train_on == "all", most=seq + 1)
+    reader = read_preferences if has_pairs(part.source) else read_questions if part.path is None else read_conversations
 
     def read(path: Path) -> Iterator[np.ndarray | TextError]:
-        for row in (read_questions if part.path is None else read_conversations)(path):
+        for row in reader(path):
             if isinstance(row, TextError):
                 yield row
                 continue
-            where, conversation = row
+            where, conversations = row
             try:
-                yield encoder.encode(conversation)
+                yield np.concatenate([encoder.encode(conversation) for conversation in conversations])
             except InputError as error:
                 why = "; ".join(error.problems)
                 yield TextError(f"{where}: {why}", why=why)
 
-    key: list[Any] = ["chat", part.path is None, seq, part.train_on, template.sha256, sorted(tokenizer.special_ids), tokenizer.identity]
+    ids = [sorted(tokenizer.special_ids), tokenizer.identity]
+    key: list[Any] = [part.source, part.path is None, part.train_on, template.sha256, seq, *ids]
     return open_cached(files, read, lambda items: items, key=key, dtype="uint32", cache_dir=cache_dir)
 
 
-def held_out_from(stream: Stream, count: int) -> int:
-    """The position from which the last conversations that have at least so many tokens together begin; 0 if these are all of them."""
-    begins = begins_of(stream)
+def held_out_from(stream: Stream, count: int, part: MixturePart) -> int:
+    """The position from which the last conversations, or pairs, with at least so many tokens together begin; 0 if these are all of them."""
+    begins = begins_of(stream)[:: 2 if has_pairs(part.source) else 1]
     return int(begins[max(np.searchsorted(begins, len(stream) - count, side="right") - 1, 0)])
