@@ -240,7 +240,12 @@ def exclude_lines(path: Path) -> None:
 
 def line_of(equation: Equation) -> str:
     """The file:line of the innermost user code that an equation comes from, preferably outside of installed packages."""
-    frames = source_info_util.user_frames(equation.source_info.traceback)
+    return line_in(equation.source_info.traceback)
+
+
+def line_in(traceback: Any) -> str:
+    """The same for a traceback."""
+    frames = source_info_util.user_frames(traceback)
     lines = [f"{frame.file_name}:{frame.start_line}" for frame in frames]
     line = next((line for line in lines if "site-packages" not in line), lines[0] if lines else "")
     return line.removeprefix(f"{Path.cwd()}/")

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import contextlib
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax._src import config
+from jax._src import config, source_info_util
 from jax._src.core import JaxprEqnContext, get_axis_env
 from jax.sharding import AbstractMesh, Mesh
 
-from jgt.program.jaxpr import Equation
+from jgt.program.jaxpr import Equation, line_in, source_of
 from jgt.program.scopes import MICROBATCH, PREFIX
 
 
@@ -102,3 +103,26 @@ def context_on(equation: Equation, mesh: Mesh) -> JaxprEqnContext:
         return equation.ctx
     with equation.ctx.manager, jax.sharding.use_abstract_mesh(around.update(abstract_device=mesh.abstract_mesh.abstract_device)):
         return JaxprEqnContext()
+
+
+def results_of(equation: Equation, operands: Sequence[Any]) -> list[jax.Array]:
+    """The results of an equation for these operands, at the equation's place."""
+    primitive = equation.primitive
+    with in_place_of(equation):
+        results = primitive.bind(*operands, **primitive.get_bind_params(equation.params))
+    return list(results) if primitive.multiple_results else [results]
+
+
+@contextlib.contextmanager
+def in_place_of(equation: Equation) -> Iterator[None]:
+    """A context in which operations get an equation's line and, behind the signals around, its signals."""
+    around, own = source_info_util.current(), equation.source_info
+    # What JAX traced on its own behalf has the line of the call around it.
+    traceback = own.traceback if source_of(equation) else around.traceback
+    with source_info_util.user_context(traceback, name_stack=around.name_stack + own.name_stack), equation.ctx.manager:
+        yield
+
+
+def line_here() -> str:
+    """The file:line of the user's code that operations which are traced now come from."""
+    return line_in(source_info_util.current().traceback)

@@ -9,6 +9,7 @@ from jgt import PipelineConfig, Rules
 from jgt.document import Node
 from jgt.planner import Budget
 
+from ..adapt.config import LoraConfig
 from ..code.files import Code
 from ..code.names import is_name
 from ..data.config import DataConfig, OwnData
@@ -48,6 +49,7 @@ class Config:
     rules: Node | None = None
     pipeline: PipelineConfig | None = None
     data: DataConfig | OwnData = field(default_factory=DataConfig)
+    lora: LoraConfig | None = None
     optimizer: OptimizerConfig | OwnOptimizer = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     sync: SyncConfig | None = None

@@ -20,6 +20,7 @@ from jgt import MeshSizes, PipelineConfig, Rules, document, make_rules
 from jgt.document import InputError, Node, bind
 from jgt.planner import Budget
 
+from ..adapt.config import LoraConfig
 from ..code.files import Code, read_code
 from ..code.names import name_problem, object_name
 from ..data.config import path_problems
@@ -32,6 +33,8 @@ from .sync import sync_problems
 
 _DATA_AXES = ("replica", "data", "fsdp")
 """The axes that split a batch where no rules say it."""
+_OPTIONAL = {"lora": LoraConfig, "pipeline": PipelineConfig, "sync": SyncConfig}
+"""The sections that a run need not have."""
 
 
 def load(
@@ -187,6 +190,8 @@ def _own_problems(run: Run) -> Iterator[str]:
     for key, other in (("train.loss_chunks", config.train.loss_chunks), ("sample.tokens", config.sample.tokens)):
         if loss is not None and other:
             yield run.root.find(key).problem("belongs to language models without a loss of their own. Remove the key, or train.loss")
+    if config.lora is not None and config.model.fp8:
+        yield run.root.find("lora").problem("adapts matmuls in f32 or bf16, but model.fp8 is true. Set it to false")
     if config.optimizer.gradients == "bf16" and config.model.dtype == "f32":
         yield run.root.find("optimizer.gradients").problem("bf16 needs model.dtype: bf16. Gradients of f32 matmuls are f32")
 
@@ -197,8 +202,8 @@ def _readable_sections(root: Node) -> Config:
     for name, child in root.children.items():
         if name in ("mesh", "rules", "budget"):
             values[name] = child
-        elif name in ("pipeline", "sync"):
-            values[name] = None if child.value is None else bind(child, PipelineConfig if name == "pipeline" else SyncConfig, [])
+        elif name in _OPTIONAL:
+            values[name] = None if child.value is None else bind(child, _OPTIONAL[name], [])
         elif name == "log":
             continue
         elif name in Config.__dataclass_fields__:

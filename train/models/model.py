@@ -60,7 +60,8 @@ class Model:
     `train.step.loss.make_loss`). has_segments: whether the module takes `segments`, by which documents are masked from each other.
     has_cache: whether the module can compute one token at a time (`train.generate.caching`).
     is_trained_differently: whether `is_training` makes a difference, or there are terms. terms(module): the terms of a module that was
-    called. settle(variables) → the variables after a step, and metrics of the step, from those that the step's calls have left.
+    called. merged(params) → the module's own parameters, to which those of adapters are added. settle(variables) → the variables after a
+    step, and metrics of the step, from those that the step's calls have left.
     """
 
     init: Callable[[jax.Array], tuple[Any, Any]]
@@ -72,10 +73,11 @@ class Model:
     is_trained_differently: bool
     terms: Callable[[Any], Terms] = lambda module: {}
     settle: Settle = lambda variables: (variables, {})
+    merged: Callable[[Any], Any] = lambda params: params
 
     def module(self, params: Any, variables: Any) -> Any:
         """The module with these arrays, as in an evaluation: an nnx.Module, or a bound module of linen."""
-        return self.run(lambda module: module, params, variables, False)[0]
+        return self.run(lambda module: module, self.merged(params), variables, False)[0]
 
     def apply(self, params: Any, variables: Any, tokens: jax.Array) -> jax.Array:
         """The module called on tokens, as in an evaluation."""

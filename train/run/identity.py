@@ -26,7 +26,7 @@ from ..code.files import COPY, read_code
 from ..config import Run
 from .folder import CONFIG, DATA, place_problems
 
-FIXED = ("model", "data", "run.seed", "optimizer.name", "optimizer.train", "code")
+FIXED = ("model", "data", "run.seed", "lora", "optimizer.name", "optimizer.train", "code")
 """Keys that must not change between two starts of a run, and the user's own code. All else (mesh, rules, steps, batch, ...) may."""
 _BASE = "base"
 """As `FIXED`, the contents of the folder that has frozen parameters (`train.weights.base`)."""

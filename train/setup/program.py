@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 
 import jgt
-from jgt import Experts, Pipeline, path_text
+from jgt import Experts, Pipeline
 from jgt.document import InputError
 
+from ..adapt.adapters import Adapters
 from ..code.files import Code
 from ..code.names import load_callable, load_object
 from ..config import Config
@@ -33,7 +34,7 @@ from ..sections import TrainConfig
 from ..step.config import OptimizerConfig, OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
 from ..step.objective import Loss, ShardedLoss, check_results, checked_loss, mode_of, own_objective, reported, token_objective
-from ..step.trained import Trained
+from ..step.trained import Trained, with_frozen
 from .layout import MeshLayout
 from .remat import AUTO, Remat, remat_settings, with_remat_of
 
@@ -52,9 +53,10 @@ class ModelProgram:
     """A run's model and loss, traced from shapes.
 
     attention, grouped: how attention and the matmuls of experts are computed, for the log; None and empty where the model has none. remat:
-    `train.remat`, or the setting that `auto` begins with. trained: which parameters are trained. loss, evaluated: the loss of the model's
-    own parameters, in training and in an evaluation. is_token_loss: the loss is the trainer's own. init: makes parameters and variables
-    from a key. shapes: the shapes of parameters, variables, and the rows of a batch that the loss gets at a time.
+    `train.remat`, or the setting that `auto` begins with. trained: which parameters are trained. adapters: the model's, with `lora:`. loss,
+    evaluated: the loss of the model's own parameters, in training and in an evaluation. is_token_loss: the loss is the trainer's own. init:
+    makes parameters and variables from a key. shapes: the shapes of parameters, variables, and the rows of a batch that the loss gets at a
+    time.
     """
 
     element: Element
@@ -63,6 +65,7 @@ class ModelProgram:
     grouped: str
     remat: Remat
     trained: Trained
+    adapters: Adapters | None
     loss_chunks: int
     loss: ShardedLoss
     evaluated: ShardedLoss
@@ -91,8 +94,12 @@ def program_of(
         if config.model.experts is not None:
             model = _with_exchange_metrics(model, config.model.experts, config.model.seq, layout)
             grouped = _grouped_matmuls(config.model, layout.device)
-    trained = Trained(config.optimizer.train)
-    model = _with_frozen(model, trained, config.model, where)
+    adapters, trained = None, Trained(config.optimizer.train)
+    if config.lora is not None:
+        adapters = Adapters.of(model, config.lora, partial(_call_on_zeros, rows, own_loss), where("lora.modules"))
+        model, layout = adapters.model, replace(layout, rules=adapters.rules(layout.rules))
+        trained = adapters.trained(config.optimizer.train)
+    model = with_frozen(model, trained, config.model.base_dtype, where)
     kernel = None if attention is None else attention.kernel
     if remat == AUTO:
         remat = remat_settings(keeps_scores=kernel is None or kernel.keeps_scores)[0]
@@ -113,6 +120,7 @@ def program_of(
         grouped=grouped,
         remat=remat,
         trained=trained,
+        adapters=adapters,
         loss_chunks=chunks,
         loss=loss,
         evaluated=evaluated,
@@ -175,20 +183,6 @@ def _call_on_zeros(batch: Element, loss: Callable[..., Any] | None, module: Any)
     if loss is not None:
         return loss(module, zeros, **mode_of(loss, True))
     return module(zeros["inputs"], **(segments_of(zeros) if takes_segments(module) else {}))
-
-
-def _with_frozen(model: Model, trained: Trained, config: ModelConfig | OwnModel, where: Where) -> Model:
-    """The model with its frozen parameters in `model.base_dtype`. Raises InputError if they are none or all."""
-    params, _ = jax.eval_shape(model.init, jax.eval_shape(jax.random.key, 0))
-    paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(params)]
-    problems = [f"{where('optimizer.train')}: optimizer.train: {problem}" for problem in trained.problems(paths)]
-    if config.base_dtype != "f32" and all(map(trained.has, paths)):
-        remedy = "Name those to train in optimizer.train, or remove the key"
-        why = "is the type of frozen parameters, and all parameters are trained"
-        problems.append(f"{where('model.base_dtype')}: model.base_dtype: {config.base_dtype} {why}. {remedy}")
-    if problems:
-        raise InputError(problems)
-    return trained.frozen_in(model, jnp.bfloat16) if config.base_dtype == "bf16" else model
 
 
 def _attention(model: ModelConfig, layout: MeshLayout, where: Where) -> AttentionChoice:
@@ -272,8 +266,6 @@ def _losses(
             state="variables",
             pad=pads,
             wide_gradients=widens,
-            # A pipeline has its own way to the gradients of weights.
-            reverse_mode=layout.pipeline is None,
         )
 
     loss = sharded(True)

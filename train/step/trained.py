@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jgt import matches_end, path_text
-from jgt.document import nearest
+from jgt.document import InputError, nearest
 
 from ..models.model import Model
 
@@ -58,6 +58,20 @@ class Trained:
             return jax.tree.map_with_path(cast, params), variables
 
         return replace(model, init=init)
+
+
+def with_frozen(model: Model, trained: Trained, dtype: str, where: Callable[[str], str]) -> Model:
+    """The model with its frozen parameters in `dtype`, that is `model.base_dtype`. Raises InputError if they are none or all."""
+    params, _ = jax.eval_shape(model.init, jax.eval_shape(jax.random.key, 0))
+    paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(params)]
+    problems = [f"{where('optimizer.train')}: optimizer.train: {problem}" for problem in trained.problems(paths)]
+    if dtype != "f32" and all(map(trained.has, paths)):
+        remedy = "Name those to train in optimizer.train, or remove the key"
+        why = "is the type of frozen parameters, and all parameters are trained"
+        problems.append(f"{where('model.base_dtype')}: model.base_dtype: {dtype} {why}. {remedy}")
+    if problems:
+        raise InputError(problems)
+    return trained.frozen_in(model, jnp.bfloat16) if dtype == "bf16" else model
 
 
 def divided(tree: Any, is_first: Callable[[str], bool], path: str = "") -> tuple[Any, Any]:
