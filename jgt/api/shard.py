@@ -29,11 +29,12 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def replacements_of(rules: Rules, *, wide_gradients: bool = False) -> Sequence[Replacement]:
-    """The replacements that these rules ask for, in the order in which they are applied. wide_gradients: see `shard`."""
+def replacements_of(rules: Rules, *, wide_gradients: bool = False, reverse_mode: bool = False) -> Sequence[Replacement]:
+    """The replacements that these rules ask for, in the order in which they are applied. wide_gradients, reverse_mode: see `shard`."""
     has_overlap = any(rule.overlap is not None for rule in rules.signals)
     # A model may call experts although no rule is about them.
-    return [SummedGradients(rules, is_wide=wide_gradients), Experts(rules), *([Overlap(rules)] if has_overlap else [])]
+    gradients = SummedGradients(rules, is_wide=wide_gradients, is_reverse=reverse_mode)
+    return [gradients, Experts(rules), *([Overlap(rules)] if has_overlap else [])]
 
 
 @overload
@@ -47,6 +48,7 @@ def shard(
     state: StateArguments = None,
     pad: bool = False,
     wide_gradients: bool = False,
+    reverse_mode: bool = False,
 ) -> Sharded[_P, _R]: ...
 
 
@@ -61,6 +63,7 @@ def shard(
     state: StateArguments = None,
     pad: bool = False,
     wide_gradients: bool = False,
+    reverse_mode: bool = False,
 ) -> Callable[_P, _R]: ...
 
 
@@ -74,6 +77,7 @@ def shard(
     state: StateArguments = None,
     pad: bool = False,
     wide_gradients: bool = False,
+    reverse_mode: bool = False,
 ) -> Callable[_P, _R]:
     """`fn` rewritten by rules: the same signature, values and gradients, laid out over a mesh.
 
@@ -97,10 +101,13 @@ def shard(
 
     With `wide_gradients` devices add up the gradients of matrices and tables in f32, whatever type `fn` multiplies them in. A pipeline
     has the type of its sums in its config.
+
+    With `reverse_mode` the result is differentiated by `jax.grad` and `jax.vjp` alone, not by `jax.jvp`. Matmuls then have derivatives of
+    their own where these are faster, which is on CPUs.
     """
     if rules is None or mesh is None:
         return fn
-    replacements = functools.partial(replacements_of, wide_gradients=wide_gradients)
+    replacements = functools.partial(replacements_of, wide_gradients=wide_gradients, reverse_mode=reverse_mode)
     return Sharded(fn, rules, mesh, replacements, partial=partial, pipeline=pipeline, state=state, pad=pad)
 
 

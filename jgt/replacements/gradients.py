@@ -1,7 +1,7 @@
-"""Devices add up the gradients of parameters: with fewer bytes for tables, or in f32 for all matrices.
+"""Devices add up the gradients of parameters: with fewer bytes for tables, in f32 for all matrices, and faster on CPUs.
 
 Each device has a gradient of a whole parameter from its own rows of the batch, and devices add theirs up. JAX derives these sums, and XLA
-places them. In two cases better ones exist, and this file writes them into a traced program before it is differentiated. Values stay.
+places them. In three cases better ones exist, and this file writes them into a traced program before it is differentiated. Values stay.
 
 - A table [v, d] whose rows are looked up. Where it is split over some of the axes that split the batch, a device needs its part of the
   sum alone. XLA sends that little if it sums over just the axes that split the result. Over more axes at once (a batch over data and
@@ -9,6 +9,9 @@ places them. In two cases better ones exist, and this file writes them into a tr
   gradients stay apart as a dim of the array, [g, v, d], and are added up one axis after the other.
 - With `wide_gradients`, a matmul or a lookup in bf16 leaves the parameter's gradient in f32, so that devices add up in f32. It is rounded
   once, to the parameter's type in the program, behind the sum.
+- A matrix's gradient is the matmul of the rows that it multiplies with the cotangent of its result. XLA's CPU backend transposes the left
+  operand, and fuses the operations that compute it into the transposed order, which is slow for a cotangent. JAX puts it there. If
+  `reverse_mode` allows another derivative, the rows go there on CPUs.
 
 b rows of the batch, v rows of a table, d its width, g groups: the devices that split the batch.
 """
@@ -62,17 +65,23 @@ def sum_of_parts(x: jax.Array, num_axes: int) -> jax.Array:
 
 
 class SummedGradients:
-    """A replacement by which devices add up the gradients of parameters. is_wide: whether they add up in f32."""
+    """A replacement by which devices add up the gradients of parameters.
 
-    def __init__(self, rules: Rules, *, is_wide: bool = False):
+    is_wide: whether they add up in f32. is_reverse: whether nobody differentiates the program forward.
+    """
+
+    def __init__(self, rules: Rules, *, is_wide: bool = False, is_reverse: bool = False):
         # The rows of the batch are the first dim of its arrays. Axes in order: rules name those that split parameters last.
         self._axes = tuple(dict.fromkeys(axis for rule in rules.inputs for axes in rule.spec[:1] if axes is not ... for axis in axes))
-        self._is_wide = is_wide
+        self._is_wide, self._is_reverse = is_wide, is_reverse
 
     def apply(self, program: Program, around: Place, site: Site) -> Replaced:
         """See `Replacement`. The whole program of a call is changed at once, because only there it is known what is a parameter."""
-        derivatives = _Derivatives(self._batch(site), is_wide=self._is_wide)
-        if not site.is_whole or not (self._is_wide or len(derivatives.batch) > 1):
+        is_on_cpus = isinstance(site.mesh, Mesh) and site.mesh.devices.flat[0].platform == "cpu"
+        # XLA has no reduce-scatter for CPUs. There, a sum for each axis only costs time.
+        batch, rows_first = {} if is_on_cpus else self._batch(site), is_on_cpus and self._is_reverse
+        derivatives = _Derivatives(batch, is_wide=self._is_wide, puts_rows_first=rows_first)
+        if not site.is_whole or not (self._is_wide or rows_first or len(batch) > 1):
             return Replaced(program=program)
         arguments = jx.body(program).invars[: len(site.parameters)]
         known = {v: site.free(p.dims, ()) for v, p in zip(arguments, site.parameters, strict=True)}
@@ -80,18 +89,18 @@ class SummedGradients:
 
     def _batch(self, site: Site) -> dict[str, int]:
         """The sizes of the mesh axes over which the partitioner splits the batch, outermost first."""
-        # XLA has no reduce-scatter for CPUs. There, a sum for each axis only costs time.
-        if isinstance(site.mesh, Mesh) and site.mesh.devices.flat[0].platform == "cpu":
-            return {}
         (free,) = site.free((self._axes,), ())
         return {axis: size for axis in free if (size := site.sizes[axis]) > 1}
 
 
 class _Derivatives:
-    """Equations with other derivatives. batch: the sizes of the mesh axes that split the batch."""
+    """Equations with other derivatives. batch: the sizes of the mesh axes that split the batch.
 
-    def __init__(self, batch: Mapping[str, int], *, is_wide: bool):
-        self.batch, self._is_wide = batch, is_wide
+    puts_rows_first: whether the rows are the left operand of the matmul that makes a matrix's gradient.
+    """
+
+    def __init__(self, batch: Mapping[str, int], *, is_wide: bool, puts_rows_first: bool):
+        self.batch, self._is_wide, self._puts_rows_first = batch, is_wide, puts_rows_first
 
     def change(self, equation: Equation, known: Mapping[Var, Dims]) -> list[Equation] | None:
         """The equations in the place of one that reads parameters; None for others."""
@@ -135,11 +144,12 @@ class _Derivatives:
         return _with_derivative(equation, backward)
 
     def _matmul(self, equation: Equation, read: int) -> list[Equation]:
-        """The matmul whose operand of this number is a parameter, whose gradient leaves the matmul in f32."""
-        if not (self._is_wide and _is_narrow(equation.invars[read]) and _is_narrow(equation.outvars[0])):
+        """The matmul whose operand of this number is a parameter, with another way to that parameter's gradient."""
+        is_widened = self._is_wide and _is_narrow(equation.invars[read]) and _is_narrow(equation.outvars[0])
+        if not (is_widened or self._puts_rows_first):
             return [equation]
         sides, result = _letters(equation)
-        other = sides[1 - read]
+        other, dtype = sides[1 - read], jnp.float32 if is_widened else None
 
         def backward(operands: _Operands, cotangent: jax.Array) -> tuple[jax.Array, ...]:
             weights, rows = operands[read], operands[1 - read]
@@ -149,7 +159,7 @@ class _Derivatives:
                 return jx.result_of(equation, *pair)
 
             by_rows = _transposed(product, rows, cotangent)
-            by_weights = jnp.einsum(f"{other},{result}->{sides[read]}", rows, cotangent, preferred_element_type=jnp.float32)
+            by_weights = jnp.einsum(f"{other},{result}->{sides[read]}", rows, cotangent, preferred_element_type=dtype)
             by_weights = by_weights.astype(weights.dtype)
             return (by_weights, by_rows) if read == 0 else (by_rows, by_weights)
 

@@ -23,6 +23,7 @@ from jgt.document import Node, shown
 from ..checkpoint.steps import remove
 from ..code.files import COPY, Code
 from ..config import Run
+from ..data.config import DataConfig
 from ..weights.origin import keep_origin
 from .folder import CONFIG, CONFIGS, DATA, write_whole
 from .identity import code_of
@@ -86,15 +87,18 @@ def config_texts(run: Run, data: Mapping[str, Any]) -> dict[str, str]:
     return {CONFIG: document.dump(run.resolved()), DATA: json.dumps(dict(data), indent=1) + "\n"}
 
 
-def begin_folder(run: Run, data: Mapping[str, Any]) -> None:
+def begin_folder(run: Run, fingerprint: Mapping[str, Any]) -> None:
     """Creates the run directory, and writes the files that describe the run unless an earlier start has. Raises OSError."""
     folder = run.config.run.path
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in config_texts(run, data).items():
+    for name, text in config_texts(run, fingerprint).items():
         if not (folder / name).exists():
             write_whole(folder / name, text)
     _keep_code(run.code, folder)
-    keep_origin(folder, getattr(run.config.model, "hf", None), getattr(run.config.data, "tokenizer_name", None))
+    data = run.config.data
+    parts = data.parts() if isinstance(data, DataConfig) else ()
+    template = next((part.template for part in parts if part.template != "auto"), None)
+    keep_origin(folder, getattr(run.config.model, "hf", None), getattr(data, "tokenizer_name", None), template)
 
 
 def _keep_code(code: Code, folder: Path) -> None:

@@ -266,6 +266,8 @@ def _losses(
             state="variables",
             pad=pads,
             wide_gradients=widens,
+            # A pipeline has its own way to the gradients of weights.
+            reverse_mode=layout.pipeline is None,
         )
 
     loss = sharded(True)

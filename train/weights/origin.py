@@ -27,12 +27,18 @@ _OTHERS = words(
 _MOST_BYTES = 1 << 28
 
 
-def keep_origin(run_folder: Path, hf: str | None, tokenizer: str | None) -> None:
-    """Copies the small files of the model `hf`, and the tokenizer.json that a run reads, unless an earlier start has. Raises OSError."""
+def keep_origin(run_folder: Path, hf: str | None, tokenizer: str | None, template: str | None = None) -> None:
+    """Copies the small files of the model `hf`, and the tokenizer.json that a run reads, unless an earlier start has. Raises OSError.
+
+    template: the file of a chat template that goes before that of the model.
+    """
     target = run_folder / ORIGIN
     if os.path.lexists(target):
         return
-    files = origin_files(None if hf is None else Path(hf), tokenizer)
+    files = {**origin_files(None if hf is None else Path(hf), tokenizer)}
+    if template is not None:
+        files = {name: file for name, file in files.items() if not name.startswith("chat_template.")}
+        files[f"chat_template{'.json' if template.endswith('.json') else '.jinja'}"] = Path(template)
     if not files:
         return
     new = target.with_name(f"{ORIGIN}.new")
