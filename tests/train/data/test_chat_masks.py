@@ -1,6 +1,7 @@
 """Which tokens of a conversation are trained: those of transformers, and no mask at all where none is sound."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,19 @@ def test_a_conversation_is_cut_at_its_end_while_something_is_left_to_train(encod
     assert (tokens ^ [CUT, *[0] * first]).tolist() == full[: first + 1].tolist()
     with pytest.raises(InputError, match=rf"first answer begins with token {first + 1}, .* raise model.seq to {first} or more"):
         encoder(chatml(), most=first).encode(Conversation(messages=MESSAGES))
+
+
+def test_a_conversation_with_tools_has_the_template_for_tools(encoder, tmp_path):
+    file = tmp_path / "templates.json"
+    named = {"default": chatml(), "tool_use": chatml(head="{{ tools }}")}
+    file.write_text(json.dumps({"chat_template": [{"name": name, "template": text} for name, text in named.items()]}))
+    made = encoder(chatml())
+    made = replace(made, template=template_of(made.tokenizer, str(file), DATE))
+    plain = encoded(made, {"messages": MESSAGES})
+    assert plain == encoded(encoder(chatml()), {"messages": MESSAGES})
+    ids, mask = encoded(made, {"messages": MESSAGES, "tools": [1]})
+    assert made.tokenizer.decode(ids).startswith("[1]<|im_start|>") and ids[-len(plain[0]) :] == plain[0] and sum(mask) == sum(plain[1])
+    assert made.template.sha256 != replace(made.template, for_tools=None).sha256
 
 
 def test_marks_without_the_end_of_an_answer_are_followed_and_said(encoder):

@@ -21,7 +21,7 @@ find has to have one. Blanks behind it belong to the next message.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -51,6 +51,8 @@ class Encoder:
     def encode(self, conversation: Conversation) -> np.ndarray:
         """The tokens of a conversation, uint32 [n], at most `most`. Raises InputError without a sound mask, or with nothing to train."""
         messages, tools = conversation.messages, conversation.tools
+        if tools and self.template.for_tools is not None:
+            return replace(self, template=self.template.for_tools).encode(conversation)
         if not self.is_whole and all(message["role"] != "assistant" for message in messages[conversation.first :]):
             raise InputError(["has no answer, which is a message of the assistant. Remove the conversation"])
         if self.is_whole or not self.template.has_marks:

@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
@@ -48,6 +48,7 @@ class ChatTemplate:
     """The chat template of a file. source: its program, which is compiled in `program`, and may have marks.
 
     texts: the texts of special tokens by the names that the template has for them. date: what the template takes for today; None: today.
+    for_tools: another template, for chats with tools; None: this one.
     """
 
     file: Path
@@ -55,6 +56,7 @@ class ChatTemplate:
     program: Any
     texts: Mapping[str, str]
     date: datetime | None = None
+    for_tools: ChatTemplate | None = None
 
     @staticmethod
     def read(file: Path, texts: Mapping[str, str], date: datetime | None = None) -> ChatTemplate:
@@ -62,14 +64,15 @@ class ChatTemplate:
         data = read_bytes(file, _MAX_BYTES)
         try:
             source = json.loads(data)["chat_template"] if file.suffix == ".json" else data.decode()
-            if isinstance(source, list):
-                source = next(one["template"] for one in source if one["name"] == "default")
-            if not isinstance(source, str):
+            named = {one["name"]: one["template"] for one in source} if isinstance(source, list) else {"default": source}
+            if not isinstance(named["default"], str) or not isinstance(named.get("tool_use", ""), str):
                 raise TypeError
-        except (ValueError, TypeError, KeyError, StopIteration, RecursionError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             why = "must be a template as text, or a list of templates of which one is named default"
             raise InputError([f"{file}: chat_template: {why}"]) from None
-        return ChatTemplate.of(file, source, texts, date)
+        # As transformers chooses among templates with names.
+        tools = ChatTemplate.of(file, named["tool_use"], texts, date) if "tool_use" in named else None
+        return replace(ChatTemplate.of(file, named["default"], texts, date), for_tools=tools)
 
     @staticmethod
     def of(file: Path, source: str, texts: Mapping[str, str], date: datetime | None = None) -> ChatTemplate:
@@ -94,7 +97,9 @@ class ChatTemplate:
     @property
     def sha256(self) -> str:
         """A checksum of everything that the template writes texts from."""
-        return hashlib.sha256(json.dumps([self.source, dict(self.texts), str(self.date)], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps([self.source, self.for_tools and self.for_tools.source, dict(self.texts), str(self.date)], sort_keys=True).encode()
+        ).hexdigest()
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, add_generation_prompt: bool = True) -> str:
         """The text of messages. add_generation_prompt: the text ends where an answer begins. Raises InputError if the template refuses.
