@@ -116,10 +116,11 @@ class Adapters:
 
     def _run(self, use: Use, params: Any, variables: Any, is_training: bool) -> tuple[Any, Any]:
         base, own = self.divided(params)
-        if not own:
-            return self.base.run(use, base, variables, is_training)
         random = variables.get(_VARIABLE) if self.config.dropout else None
         rest = {name: x for name, x in variables.items() if name != _VARIABLE}
+        if not own:
+            # Merged.
+            return self.base.run(use, base, rest, is_training)
 
         def run(base: Any, rest: Any) -> tuple[Any, Any]:
             return self.base.run(use, base, rest, is_training)

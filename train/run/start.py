@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding
 from jgt import path_text
 from jgt.document import InputError
 
+from ..adapt.adapters import factors_of
 from ..checkpoint.checkpoint import Checkpoints
 from ..checkpoint.manifest import Base
 from ..checkpoint.restore import restore, without_keys
@@ -36,6 +37,7 @@ from ..data.batches import Data
 from ..models.config import ModelConfig
 from ..setup import Setup
 from ..step.state import OPTIONAL, State
+from ..step.trained import merged
 from ..weights.base import base_in, inherited_base, restored_frozen, restored_params, resumed_base
 from ..weights.described import published
 from ..weights.load import open_files
@@ -112,7 +114,7 @@ class Start:
         if weights is None:
             return Position(state=state)
         where = f"{self.setup.run.where('checkpoint.weights')}: checkpoint.weights"
-        saved, model = self._restore_elsewhere(where, Path(weights), self._restore_model)
+        saved, model = self._restore_elsewhere(where, Path(weights), partial(self._restore_model, state))
         self.say(f"Starts with the parameters of {saved.folder}")
         return Position(state=self.setup.with_model(state, *model), base=inherited_base(saved, self.setup.saved_shapes.frozen))
 
@@ -151,12 +153,25 @@ class Start:
             for report in search.reports:
                 say(report)
 
-    def _restore_model(self, saved: SavedStep) -> tuple[Any, Any]:
-        """The parameters of a checkpoint, and the variables that belong to them, such as statistics. Random keys belong to the run."""
+    def _with_fresh_adapters(self, state: State, saved: SavedStep, restored: Callable[[Any, Any], Any]) -> Any:
+        """The parameters of a checkpoint, with those of a fresh state's adapters if it lacks them. restored: restores some of them."""
+        setup, adapters = self.setup, self.setup.program.adapters
+        shapes, shardings = setup.saved_params
+        stored = {entry.path.partition("/")[2] for entry in saved.manifest.arrays}
+        if adapters is None or any(name in stored for path in adapters.matrices for name in factors_of(path)):
+            return setup.stored_params(restored(shapes, shardings))
+        base = restored(adapters.divided(shapes)[0], adapters.divided(shardings)[0])
+        return setup.stored_params(merged(setup.model_params(setup.last_params(state)), base))
+
+    def _restore_model(self, state: State, saved: SavedStep) -> tuple[Any, Any]:
+        """The parameters of a checkpoint, and the variables that belong to them, such as statistics. Random keys belong to the run.
+
+        state: a fresh one, which has the adapters that a checkpoint of the base lacks.
+        """
         setup, cast = self.setup, self.setup.run.config.checkpoint.cast
         with self.phase("restore", step=0):
             try:
-                params = setup.stored_params(saved_params(setup, saved, *setup.saved_params, cast=cast))
+                params = self._with_fresh_adapters(state, saved, partial(saved_params, setup, saved, cast=cast))
                 one, shardings = setup.saved_of_one
                 one, shardings = (replace(state, variables=without_keys(one.variables, state.variables)) for state in (one, shardings))
                 if not jax.tree.leaves(one.variables):

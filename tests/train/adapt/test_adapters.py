@@ -1,5 +1,7 @@
 """Adapters (`lora:`): a model with low-rank updates is the model with the sums, on every mesh, and only they are trained."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,11 @@ from jgt import document, path_text
 from jgt.document import InputError
 from train.config import load
 from train.setup import prepare
+from train.step.trained import merged
+from train.weights.described import published
+from train.weights.load import open_files
+
+GOLDENS = Path(__file__).parents[2] / "goldens"
 
 LORA = 'lora={rank: 4, alpha: 8, modules: ["{q,k,v}_proj", out, "{gate,up}_proj", down]}'
 FSDP = ("rules=jgt:fsdp", "mesh={fsdp: 8}")
@@ -216,3 +223,36 @@ def test_problems(tiny_file, overrides, problems):
         prepared(tiny_file, *overrides)
     for problem in problems:
         assert any(problem in line for line in error.value.problems), error.value.problems
+
+
+NAMES = {"o_proj": "attn/out", "down_proj": "mlp/down"}
+
+
+def test_a_run_has_the_losses_of_peft(tiny_file):
+    golden = np.load(GOLDENS / "lora" / "llama.npz")
+    tokens, seq = golden["tokens"].astype(np.int32), golden["tokens"].shape[2] - 1
+    tree = document.read(tiny_file).plain()
+    tree |= {
+        "model": {"hf": str(GOLDENS / "weights" / "llama"), "seq": seq},
+        "lora": {"rank": 4, "alpha": 8, "modules": ["layers/**"]},
+        "optimizer": {"lr": 1e-2, "schedule": "constant", "eps": 1e-6, "weight_decay": 0.1, "clip": None},
+        "mesh": {"data": 2},
+        "devices": {"virtual_cpu": 2},
+    }
+    tree["train"]["batch"] = tokens.shape[1]
+    setup = prepare(load(tree), devices=jax.devices()[:2])
+    state, adapters = setup.init(), setup.program.adapters
+    shapes, shardings = (adapters.divided(part)[0] for part in setup.saved_params)
+    base = open_files(published(GOLDENS / "weights" / "llama"), setup.run.config.model, shapes).load(shapes, shardings)
+    params = merged(setup.last_params(state), base)
+    for module in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+        a = [golden[name].T for name in golden.files if f".{module}.lora_A." in name]
+        folder, name = NAMES.get(module, ("mlp/" if module[:2] in ("ga", "up") else "attn/") + module).split("/")
+        params["layers"][folder][name]["lora_a"] = np.stack(a)
+    state = setup.with_model(state, jax.device_put(params, setup.storage.placement.params), {})
+    step, losses = setup.compile_train_step(), []
+    for number, rows in enumerate(tokens, 1):
+        placed = {"inputs": rows[:, :-1], "targets": rows[:, 1:], "weights": np.ones_like(rows[:, 1:], np.float32)}
+        state, metrics = step(state, jax.device_put(placed, setup.batch_shardings), setup.settings(number))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses, golden["losses"], atol=1e-4)
