@@ -27,6 +27,7 @@ import re
 import types
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import jax
@@ -199,11 +200,14 @@ _TILE = 128
 _TILES = {"block_m": _TILE, "block_n": _TILE, "block_k": 64, "max_concurrent_steps": 4, "grid_block_n": 8}
 
 
+# JAX lowers a kernel again for each trace of it, which takes a quarter of a second. An inlined jit traces it once for its shapes.
+@partial(jax.jit, static_argnames=("dtype", "is_transposed"), inline=True)
 def _mosaic_rows(rows: jax.Array, sizes: jax.Array, weights: jax.Array, dtype: Any, *, is_transposed: bool) -> jax.Array:
     made = _jax_kernels("ragged_dot_mgpu").ragged_dot(rows, weights, group_sizes=sizes, transpose_rhs=is_transposed, **_TILES)
     return made.astype(dtype)
 
 
+@partial(jax.jit, static_argnames="dtype", inline=True)
 def _mosaic_outer(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
     # The kernel reads whole tiles, and multiplies rows of one side by 0 that are not in the group.
     in_group = (jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None]
