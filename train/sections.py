@@ -35,6 +35,8 @@ Fraction = Annotated[float, Bound(low=0, high=1)]
 Wire = Literal["f32", "bf16", "int8"]
 """The type in which numbers travel over a slow axis."""
 
+DPO = "dpo"
+"""The name of the loss of preferences, in `train.loss`."""
 LoggerName = Literal["jsonl", "tensorboard", "csv", "wandb", "mlflow"]
 _PACKAGES: Mapping[str, str] = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 """The package that a logger needs. The extra of the logger's name installs it."""
@@ -171,18 +173,19 @@ class TrainConfig:
     steps: updates of the whole run, including the ones before a resume. null: as many as `epochs` makes. epochs: instead of steps, passes
     of the whole run over the training data. batch: sequences in an update, over all devices. auto: takes the best layout for the devices at
     hand, of those that the file leaves open. accumulate: the number of equal parts of the batch, which run one after another to save
-    memory. loss: the loss of the model, MODULE:NAME. null: the cross entropy of the next token. remat: the values that the backward pass
-    computes again instead of reading them from memory. matmuls: all of a layer but the results of its matmuls and of cuDNN's attention;
-    attention: attention's scores; block: each layer, from its input; a list: each layer except the tensors of these names; auto: the first
-    setting whose step fits in the devices' memory, of matmuls and block, or without a fused kernel of none, attention, matmuls and block.
-    loss_chunks: the number of parts of a sequence whose logits and loss are computed one after another. null: the smallest number with
-    which the logits on a device take at most 1 GiB. uneven: the treatment of a parameter with a dim that its mesh axes do not divide. pad:
-    it is stored with zeros behind it, which the model does not see; refuse: an error. ema: the decay of a moving average of the parameters,
-    such as 0.999, which evaluations and samples then use. null: no average. In the first steps it is at most (1 + step) / (10 + step).
-    log_every: steps between logged steps. eval_every: steps between evaluations. 0: only at the end. eval_batches: the most batches in an
-    evaluation, of each part of a mixture. null: the whole held-out split. on_nonfinite: the answer to an update whose loss or gradient is
-    not finite. The update is never applied; the run stops, or skips the update and continues. skip_spikes: when to skip updates with an
-    extreme loss. null: never. max_skipped: this many skipped updates in a row end the run.
+    memory. loss: the loss of the model, MODULE:NAME. null: the cross entropy of the next token. dpo: direct preference optimisation, of
+    pairs of answers. beta: dpo's factor of rewards: the larger, the nearer the model stays to its beginning. remat: the values that the
+    backward pass computes again instead of reading them from memory. matmuls: all of a layer but the results of its matmuls and of cuDNN's
+    attention; attention: attention's scores; block: each layer, from its input; a list: each layer except the tensors of these names; auto:
+    the first setting whose step fits in the devices' memory, of matmuls and block, or without a fused kernel of none, attention, matmuls
+    and block. loss_chunks: the number of parts of a sequence whose logits and loss are computed one after another. null: the smallest
+    number with which the logits on a device take at most 1 GiB. uneven: the treatment of a parameter with a dim that its mesh axes do not
+    divide. pad: it is stored with zeros behind it, which the model does not see; refuse: an error. ema: the decay of a moving average of
+    the parameters, such as 0.999, which evaluations and samples then use. null: no average. In the first steps it is at most (1 + step) /
+    (10 + step). log_every: steps between logged steps. eval_every: steps between evaluations. 0: only at the end. eval_batches: the most
+    batches in an evaluation, of each part of a mixture. null: the whole held-out split. on_nonfinite: the answer to an update whose loss or
+    gradient is not finite. The update is never applied; the run stops, or skips the update and continues. skip_spikes: when to skip updates
+    with an extreme loss. null: never. max_skipped: this many skipped updates in a row end the run.
     """
 
     WORDS = OTHER_WORDS
@@ -192,6 +195,7 @@ class TrainConfig:
     auto: bool = False
     accumulate: BatchSize = 1
     loss: str | None = None
+    beta: Positive = 0.1
     remat: Literal["none", "matmuls", "attention", "block", "auto"] | tuple[str, ...] = "none"
     loss_chunks: Count | None = None
     uneven: Literal["pad", "refuse"] = "pad"

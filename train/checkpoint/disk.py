@@ -109,3 +109,27 @@ def sync_above(path: Path) -> None:
 
 def _raise(error: OSError) -> None:
     raise error
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file of a run directory. A kill or a power cut leaves the old one or the new one. Raises OSError."""
+    data = content.encode() if isinstance(content, str) else content
+    # A start that changes nothing needs no room on the disk.
+    with contextlib.suppress(OSError):
+        if path.read_bytes() == data:
+            return
+    # Other processes of the run may read the file at this moment: they see the old one or the new one, never a part.
+    new = path.with_name(f"{path.name}.new")
+    try:
+        # A stranger's directory may have a link of this name.
+        new.unlink(missing_ok=True)
+        with new.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        # The system names a path only where opening fails.
+        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -20,6 +20,7 @@ from ..command_line import add_model, say, whole_number
 from ..compiled import programs_on_trial
 from ..drawing import EvalConfig
 from ..evaluate.likelihood import Scorer
+from ..evaluate.reference import with_reference
 from ..evaluate.text import evaluate_texts
 from ..loaded import Loaded
 from ..run.identity import Resume, check_data
@@ -123,7 +124,7 @@ def _held_out(loaded: Loaded) -> dict[str, float]:
         check_data(setup.run, data.fingerprint, Resume())
     except InputError:
         say("the data is not what the run was trained with, so its losses are not those of training")
-    feed = Feed(data, setup)
+    feed = Feed(with_reference(setup, data), setup)
     step = setup.compile_eval_step(feed.eval_batch)
     return held_out_means(step, setup.stored_params(loaded.params), loaded.variables, setup, data, feed)
 

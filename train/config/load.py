@@ -25,7 +25,7 @@ from ..code.files import Code, read_code
 from ..code.names import name_problem, object_name
 from ..data.config import path_problems
 from ..models.config import ModelConfig
-from ..sections import logger_problem, missing_loggers
+from ..sections import DPO, TrainConfig, logger_problem, missing_loggers
 from ..sync.config import SyncConfig
 from ..weights.described import with_published
 from .config import OWN, Config, Run
@@ -116,7 +116,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
         problems += _pipeline_problems(pipeline, root, mesh if config.mesh is not None else {}, config.rules is not None)
     budget = Budget() if config.budget is None else Budget.read(config.budget, problems)
     run = Run(config=config, mesh=mesh, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root, code=code)
-    problems += [*_own_problems(run), *_length_problems(run), *_stack_problems(run), *sync_problems(run)]
+    problems += [*_own_problems(run), *_loss_problems(run), *_length_problems(run), *_stack_problems(run), *sync_problems(run)]
     if problems:
         # A size of -1 depends on the number of devices, and divides nothing yet.
         sizes = {axis: size for axis, size in mesh.items() if size != -1}
@@ -173,25 +173,33 @@ def _stack_problems(run: Run) -> Iterator[str]:
 
 
 def _own_problems(run: Run) -> Iterator[str]:
-    """Names of the user's own code that cannot be resolved, and sections that need each other."""
+    """Names of the user's own code that cannot be resolved."""
     for key in OWN:
         problems: list[str] = []
         with InputError.collect(problems):
             if (name := run.own(key)) and (problem := name_problem(name, key, run.code)):
                 problems.append(run.root.find(key).problem(problem))
         yield from problems
+
+
+def _loss_problems(run: Run) -> Iterator[str]:
+    """A loss without the data that it compares, data without such a loss, and keys that the loss does not read."""
     config, loss = run.config, run.config.train.loss
-    if loss is not None and run.own("train.loss") is None:
-        yield run.root.find("train.loss").problem(f"{document.shown(loss)} is not MODULE:NAME, such as my_models:loss")
+    if loss not in (None, DPO) and run.own("train.loss") is None:
+        yield run.root.find("train.loss").problem(f"{document.shown(loss)} is neither {DPO} nor MODULE:NAME, such as my_models:loss")
     if run.own("data.source") and loss is None:
         yield run.root.find("data.source").problem("data of your own needs a loss of your own. Add train.loss: MODULE:NAME")
     if run.own("data.source") is None and config.data.source == "preferences" and loss is None:
-        yield run.root.find("data.source").problem("preferences needs a loss of pairs of answers. Add train.loss: MODULE:NAME")
+        yield run.root.find("data.source").problem(f"preferences needs a loss of pairs of answers. Add train.loss: {DPO}")
+    if run.own("data.source") is None and config.data.source != "preferences" and loss == DPO:
+        yield run.root.find("train.loss").problem(f"{DPO} needs pairs of answers. Set data.source: preferences (docs/finetune.md)")
     for key, other in (("train.loss_chunks", config.train.loss_chunks), ("sample.tokens", config.sample.tokens)):
-        if loss is not None and other:
+        if loss not in (None, DPO) and other:
             yield run.root.find(key).problem("belongs to language models without a loss of their own. Remove the key, or train.loss")
     if config.lora is not None and config.model.fp8:
         yield run.root.find("lora").problem("adapts matmuls in f32 or bf16, but model.fp8 is true. Set it to false")
+    if config.train.beta != TrainConfig.beta and loss != DPO:
+        yield run.root.find("train.beta").problem(f"only train.loss: {DPO} reads it. Remove the key")
     if config.optimizer.gradients == "bf16" and config.model.dtype == "f32":
         yield run.root.find("optimizer.gradients").problem("bf16 needs model.dtype: bf16. Gradients of f32 matmuls are f32")
 

@@ -99,7 +99,7 @@ class MixturePart(_SourceKeys):
             for key in ("path", "eval_path"):
                 if getattr(self, key) is not None:
                     yield key, f"the source stdlib reads no {key}. Remove the key, or set source to the kind of the files: text, jsonl, .."
-        elif self.path is None and self.source != "chat":
+        elif self.path is None and self.source not in CHATS:
             yield "path", f"the source {self.source} needs a path: a file, a folder or a glob"
         if self.field != "text" and self.source not in _DOCUMENTS:
             yield "field", f"only the sources {', '.join(_DOCUMENTS)} have fields, and source is {self.source}. Remove the key"

@@ -82,7 +82,7 @@ class Scorer:
         # The rules may split a batch's rows, and its sequence.
         shards, self._multiple = (math.prod(mesh.shape.get(axis, 1) for axis in axes) for axes in run.batch_dims)
         self.rows = -(-rows // shards) * shards
-        self._compiled = _program(loaded.setup, self._multiple)
+        self._compiled = score_program(loaded.setup, self._multiple)
 
     def of(self, loaded: Loaded) -> Scorer:
         """This scorer, with its programs, of a model of the same setup."""
@@ -140,7 +140,7 @@ class Scorer:
         return min(-(-rounded // self._multiple) * self._multiple, self.loaded.config.seq)
 
 
-def _program(setup: Setup, multiple: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+def score_program(setup: Setup, multiple: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
     """(params, variables, batch) → nats [b] and is_greedy [b]. multiple: the parts of a sequence, by the rules."""
     model, mesh, config = setup.program.model, setup.mesh, setup.run.config.model
 

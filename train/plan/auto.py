@@ -18,8 +18,9 @@ from typing import Any
 from jgt.document import InputError, read_bytes
 from jgt.planner import Target
 
+from ..checkpoint.disk import write_whole
 from ..config import Config, Run
-from ..run.folder import CHOICE, write_whole
+from ..run.folder import CHOICE
 from ..search.plans import Plans, RunFile, in_process, plans_folder
 from ..search.search import LayoutSearch, Try
 from ..search.space import Open, candidates

@@ -38,7 +38,7 @@ _LOCK = "lock"
 _NOT_MOVED = ("data", CHOICE, LOGS, _LOCK)
 """Stays when an earlier run is moved away: encoded text and a layout serve any run, and the launcher's logs are open while a run starts."""
 _FILES = re.compile(
-    rf"(config\.yaml|data\.json|metrics\.(jsonl|csv)|(layout|loggers)\.json)(\.new)?|events(-[0-9]+)?\.jsonl|stacks-[0-9]+\.txt|sample\.txt|{_LOCK}"
+    rf"(config\.yaml|data\.json|reference\.npz|metrics\.(jsonl|csv)|(layout|loggers)\.json)(\.new)?|events(-[0-9]+)?\.jsonl|stacks-[0-9]+\.txt|sample\.txt|{_LOCK}"
 )
 _FOLDERS = ("checkpoints", COPY, CONFIGS, ORIGIN, "data", "faults", "tensorboard", "wandb", LOGS, PROFILE)
 
@@ -134,29 +134,6 @@ def earlier_files(folder: Path) -> frozenset[tuple[str, int, int]]:
         with contextlib.suppress(FileNotFoundError):
             files.add((path.name, (state := path.lstat()).st_dev, state.st_ino))
     return frozenset(files)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file of the run directory. A kill or a power cut leaves the old one or the new one. Raises OSError."""
-    # A start that changes nothing needs no room on the disk.
-    with contextlib.suppress(OSError):
-        if path.read_bytes() == text.encode():
-            return
-    # Other processes of the run may read the file at this moment: they see the old one or the new one, never a part.
-    new = path.with_name(f"{path.name}.new")
-    try:
-        # A stranger's directory may have a link of this name.
-        new.unlink(missing_ok=True)
-        with new.open("x") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            new.unlink()
-        # The system names a path only where opening fails.
-        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _movable(folder: Path) -> list[Path]:

@@ -20,12 +20,13 @@ from typing import Any
 from jgt import document
 from jgt.document import Node, shown
 
+from ..checkpoint.disk import write_whole
 from ..checkpoint.steps import remove
 from ..code.files import COPY, Code
 from ..config import Run
 from ..data.config import DataConfig
 from ..weights.origin import keep_origin
-from .folder import CONFIG, CONFIGS, DATA, write_whole
+from .folder import CONFIG, CONFIGS, DATA
 from .identity import code_of
 
 _FREE = ("mesh", "rules", "pipeline", "budget")

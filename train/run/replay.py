@@ -31,6 +31,7 @@ from ..checkpoint.saved import find_checkpoint
 from ..checkpoint.signature import read_key
 from ..command_line import say
 from ..config import Run
+from ..evaluate.reference import with_reference
 from ..records.console import Screen
 from ..report.rows import read_metrics
 from ..setup import Setup
@@ -94,7 +95,7 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
     begin = 0 if saved is None else saved.manifest.step
     screen.say(f"Recomputing steps {begin + 1} to {step} twice, from {'the start' if saved is None else saved.folder}")
     start = Start(setup, data.fingerprint, lambda name, **details: contextlib.nullcontext(), lambda text: None)
-    train_step, feed = setup.compile_train_step(), Feed(data, setup)
+    train_step, feed = setup.compile_train_step(), Feed(with_reference(setup, data), setup)
     passes: list[dict[int, ReplayedStep]] = []
     samples = 0 if saved is None else saved.manifest.samples
     setup = setup.with_epochs(data.train_sequences, begin, samples)

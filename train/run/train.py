@@ -31,6 +31,7 @@ from ..data.config import OwnData
 from ..data.mapped import DataChangedError
 from ..data.opening import open_data, open_own_data
 from ..data.own import open_own
+from ..evaluate.reference import with_reference
 from ..export.exports import Exports
 from ..export.form import run_form
 from ..processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process
@@ -48,7 +49,7 @@ from .folder import InUseError, Lock, lock_folder, move_earlier_run
 from .history import begin_folder
 from .identity import Resume, check_data, fingerprints
 from .loop import Loop, TaskMetrics, lost_records
-from .start import Position
+from .start import Position, Start
 from .xla import open_devices
 
 _LAST_SAVE_SECONDS = 10
@@ -109,6 +110,7 @@ def train(
         )
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         with _closed_afterwards(checkpoints, records):
+            data = _with_reference(setup, data, watch, records, screen)
             loop = Loop(setup, data, screen, records, checkpoints, exports, watch, faults, profiler, lock, tasks)
             position = loop.run(resume)
             done = position.step >= loop.num_steps
@@ -128,6 +130,16 @@ def _tasks(setup: Setup) -> TaskMetrics | None:
         tasks = harness.TasksOfRun(setup, None if isinstance(run.config.data, OwnData) else run.config.data.tokenizer_name).metrics
     agree_on_input(problems, None)
     return tasks
+
+
+def _with_reference(setup: Setup, data: Data, watch: Watch, records: Records, screen: Screen) -> Data:
+    """The data, in which pairs of answers have their log-probabilities under the model before the first step."""
+    if not data.pairs:
+        return data
+    start = Start(setup, data.fingerprint, lambda name, **details: contextlib.nullcontext(), screen.say)
+    with watch.phase("eval"), records.phase("eval", step=0, what="reference"):
+        watch.begin_unlimited("scoring pairs of answers with the model before the first step")
+        return with_reference(setup, data, lambda: start.fresh().state, screen.say)
 
 
 def _claim_folder(run: Run, data: Data, resume: Resume, screen: Screen, closing: contextlib.ExitStack) -> Lock:

@@ -32,7 +32,8 @@ from ..step.step import StepFeatures
 from ..step.trained import Trained
 from ..sync.phases import Phases
 from .layout import MeshLayout, mesh_layout
-from .program import Element, ModelProgram, Where, element_of, may_reshape, program_of
+from .losses import Where, may_reshape
+from .program import Element, ModelProgram, element_of, program_of
 from .remat import Remat
 from .setup import Setup
 from .state import FirstState
@@ -58,7 +59,7 @@ def prepare(
     """
     config, code, where = run.config, run.code, run.where
     layout = mesh_layout(run, num_devices=num_devices, like=like, devices=devices)
-    element = element or element_of(config.data, config.model, code, where)
+    element = element or element_of(config, code, where)
     program = program_of(config, layout, code, where, element=element, remat=remat or config.train.remat, partial_rules=partial_rules)
     sizes = layout.mesh.shape
     problems = (*batch_problems(run, sizes), *replica_problems(run, sizes))

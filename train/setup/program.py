@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import jgt
 from jgt import Experts, Pipeline
 from jgt.document import InputError
 
@@ -30,20 +29,17 @@ from ..models.experts.config import ExpertsConfig
 from ..models.kernels import AttentionChoice, choose_attention
 from ..models.linear import compute_type
 from ..models.model import Model, Terms, of_flax, takes_segments
-from ..sections import TrainConfig
-from ..step.config import OptimizerConfig, OwnOptimizer
-from ..step.loss import loss_of_logits, make_loss, num_chunks, segments_of
-from ..step.objective import Loss, ShardedLoss, check_results, checked_loss, mode_of, own_objective, reported, token_objective
+from ..sections import DPO
+from ..step.loss import segments_of
+from ..step.objective import ShardedLoss, check_results, mode_of, own_objective, reported
+from ..step.preference import REFERENCE
 from ..step.trained import Trained, with_frozen
 from .layout import MeshLayout
+from .losses import CALL, Where, fewest_chunks, losses_of, own_loss_of
 from .remat import AUTO, Remat, remat_settings, with_remat_of
 
-Where = Callable[[str], str]
-"""The file and line of a key of the run."""
 Element = Mapping[str, jax.ShapeDtypeStruct]
 """The arrays of one row of a batch, by name."""
-_CALL = "model.kind: a call with tokens [b, s]"
-"""The beginning of messages about a language model of the user's own."""
 _EXPERTS, _RANK = "layers/moe", 3
 """The signal of the decoders' experts, and the dims of what they read."""
 
@@ -78,12 +74,13 @@ def program_of(
     config: Config, layout: MeshLayout, code: Code, where: Where, *, element: Element, remat: Remat, partial_rules: bool
 ) -> ModelProgram:
     """The model and the loss of a config. partial_rules: whether rules may match nothing. Raises InputError."""
-    train, own = config.train, config.train.loss
+    train = config.train
     # The loss runs on one part of the batch at a time, so the layout of its inputs is checked at the shape of a part. A pipeline gets the
     # whole batch, and runs the parts itself.
     pipeline = None if layout.pipeline is None else Pipeline.of(layout.pipeline.in_parts(train.accumulate))
     rows = rows_of(element, train.batch // (train.accumulate if pipeline is None else 1))
-    own_loss = None if own is None else checked_loss(load_object(own, "train.loss", code, where("train.loss")), where("train.loss"))
+    chunks = train.loss_chunks or fewest_chunks(train, config.model, layout)
+    own_loss = own_loss_of(config, chunks, code, where)
     attention, grouped = None, ""
     if isinstance(config.model, OwnModel):
         own_model = _with_keys_to_take(config.model, config.data, code, where)
@@ -104,9 +101,8 @@ def program_of(
     if remat == AUTO:
         remat = remat_settings(keeps_scores=kernel is None or kernel.keeps_scores)[0]
     _check_segments(config, model, where)
-    chunks = train.loss_chunks or _fewest_chunks(train, config.model, layout)
     recompute = partial(with_remat_of, remat=remat, attention=kernel, where=where("train.remat"))
-    loss, evaluated = _losses(config, layout, pipeline, model, own_loss, chunks, recompute, where, partial_rules)
+    loss, evaluated = losses_of(config, layout, pipeline, model, own_loss, chunks, recompute, where, partial_rules)
     # Under jit, what is traced here is not traced again where the state is made.
     init = jax.jit(model.init)
     # Even the key is only a shape: nothing is computed where the devices may be absent.
@@ -124,7 +120,7 @@ def program_of(
         loss_chunks=chunks,
         loss=loss,
         evaluated=evaluated,
-        is_token_loss=own is None,
+        is_token_loss=own_loss is None,
         init=init,
         shapes=shapes,
     )
@@ -135,21 +131,17 @@ def rows_of(element: Element, rows: int) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for name, x in element.items()}
 
 
-def element_of(data: DataConfig | OwnData, model: ModelConfig | OwnModel, code: Code, where: Where) -> Element:
+def element_of(config: Config, code: Code, where: Where) -> Element:
     """The arrays of one row of a batch. Data of the user's own is opened."""
+    data, model = config.data, config.model
     if isinstance(data, OwnData):
         return open_own(data, code, where, seq=model.seq, vocab=model.vocab).element
     kinds = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     if data.has_segments:
         kinds["segments"] = jnp.int32
     shape = (2, model.seq) if data.source == "preferences" else (model.seq,)
-    return {name: jax.ShapeDtypeStruct(shape, kind) for name, kind in kinds.items()}
-
-
-def may_reshape(optimizer: OptimizerConfig | OwnOptimizer) -> bool:
-    """Whether parameters may be stored in other shapes than the model's."""
-    # An optimizer of the user's own sees the model's shapes, which may tell it something. The host's memory has no all-to-all.
-    return not isinstance(optimizer, OwnOptimizer) and optimizer.offload != "host"
+    arrays = {name: jax.ShapeDtypeStruct(shape, kind) for name, kind in kinds.items()}
+    return {**arrays, **({REFERENCE: jax.ShapeDtypeStruct((2,), jnp.float32)} if config.train.loss == DPO else {})}
 
 
 def _with_keys_to_take(model: OwnModel, data: DataConfig | OwnData, code: Code, where: Where) -> OwnModel:
@@ -166,7 +158,7 @@ def _with_keys_to_take(model: OwnModel, data: DataConfig | OwnData, code: Code, 
 def _own_model(config: OwnModel, code: Code, where: Where, rows: Element, loss: Callable[..., Any] | None) -> Model:
     """A model of the user's own. rows, loss: a linen module is called with them to find its parameters. Raises InputError."""
     own = load_callable("model.kind", config.kind, config.arguments, code, where)
-    called = f"{where('model.kind')}: {_CALL}" if loss is None else f"{where('train.loss')}: train.loss"
+    called = f"{where('model.kind')}: {CALL}" if loss is None else f"{where('train.loss')}: train.loss"
     try:
         with reported(called, rows):
             return of_flax(
@@ -222,60 +214,6 @@ def _with_exchange_metrics(model: Model, experts: ExpertsConfig, seq: int, layou
     return replace(model, terms=terms, is_trained_differently=True)
 
 
-def _losses(
-    config: Config,
-    layout: MeshLayout,
-    pipeline: Pipeline | None,
-    model: Model,
-    own: Callable[..., Any] | None,
-    chunks: int,
-    recompute: Callable[[Loss], Loss],
-    where: Where,
-    partial_rules: bool,
-) -> tuple[ShardedLoss, ShardedLoss]:
-    """The loss under the rules, in training and in an evaluation, which share one trace where that makes no difference.
-
-    pipeline: the step's. An evaluation has the run's own, since its batches have no parts. recompute: lets layers keep what `train.remat`
-    says.
-    """
-    whole = Pipeline.of(layout.pipeline)
-    # Whether the model's own derivatives leave gradients in f32 for devices to add up. A pipeline widens them anyway.
-    widens = config.optimizer.gradients == "f32" and layout.pipeline is None
-    pads = config.train.uneven == "pad" and may_reshape(config.optimizer)
-    tokens = loss_of_logits
-    if model.has_features:
-        tokens = make_loss(
-            lambda module, x, **more: module.features(x, **more),
-            chunks=chunks,
-            groups=layout.groups,
-            wide_gradients=widens,
-            softcap=config.model.logits_softcap,
-        )
-
-    def sharded(is_training: bool) -> ShardedLoss:
-        if own is None:
-            plain = token_objective(model, tokens, f"{where('model.kind')}: {_CALL}", is_training=is_training)
-        else:
-            plain = own_objective(model, own, where("train.loss"), is_training=is_training)
-        return jgt.shard(
-            recompute(plain),
-            layout.rules,
-            layout.mesh,
-            pipeline=pipeline if is_training else whole,
-            partial=partial_rules,
-            state="variables",
-            pad=pads,
-            wide_gradients=widens,
-            # A pipeline has its own way to the gradients of weights.
-            reverse_mode=layout.pipeline is None,
-        )
-
-    loss = sharded(True)
-    reads_train = own is not None and mode_of(own, True)
-    is_same = pipeline == whole and not model.is_trained_differently and not reads_train
-    return loss, loss if is_same else sharded(False)
-
-
 def _check_segments(config: Config, model: Model, where: Where) -> None:
     """Raises InputError if the documents are to be masked from each other, but the model would not learn where they begin."""
     # A loss of the user's own has the batch, and calls the model as it likes.
@@ -288,11 +226,3 @@ def _check_segments(config: Config, model: Model, where: Where) -> None:
         f"{value} needs a model that takes segments [b, s], and {config.model.kind} does not. Add the argument to it, or use {key}: {other}"
     )
     raise InputError([f"{where(f'data.{key}')}: data.{key}: {why}"])
-
-
-def _fewest_chunks(train: TrainConfig, model: ModelConfig | OwnModel, layout: MeshLayout) -> int:
-    """The fewest chunks of the loss that fit."""
-    pipeline = layout.pipeline
-    # The logits of these rows exist at once: the rows of one part of the batch, in a pipeline of one microbatch.
-    rows = train.batch // train.accumulate // (1 if pipeline is None else pipeline.microbatches)
-    return num_chunks(rows, model.seq, model.vocab, layout.mesh.size, local_seq=max(model.seq // layout.sequence_shards, 1))

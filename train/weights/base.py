@@ -35,7 +35,7 @@ from .load import Files, open_files
 from .safetensors import Folder, Tensor, open_folder
 
 ALLOWED = "base"
-"""What `--allow-change` names, to train on with other contents of the folder."""
+"""The name for `--allow-change`, to train on with other contents of the folder."""
 _SAMPLE = 4096
 """The bytes of each tensor that its identity covers, from the middle. Of norms, these are all."""
 _Result = TypeVar("_Result")

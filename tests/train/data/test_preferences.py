@@ -60,8 +60,9 @@ def test_a_sample_is_a_chosen_and_a_rejected_row(opened, tmp_path):
     data = opened(write(tmp_path / "a.jsonl", *SHAPES.values()))
     assert data.train_sequences == 4 and "4 pairs of a chosen and a rejected answer" in data.notes[0]
     (batch,) = data.train_batches(0, 4, range(4), 1)
-    shapes = element_of(DataConfig(source="preferences"), load({"model": {"seq": SEQ}}).config.model, None, None)
-    assert {name: (x.shape[1:], x.dtype) for name, x in batch.items()} == {name: (x.shape, x.dtype) for name, x in shapes.items()}
+    shapes = element_of(load({"model": {"seq": SEQ}, "data": {"source": "preferences"}, "train": {"loss": "dpo"}}).config, None, None)
+    made, wanted = ({name: (x.shape, x.dtype) for name, x in arrays.items()} for arrays in (batch, shapes))
+    assert {name: (shape[1:], dtype) for name, (shape, dtype) in made.items()} | {"reference": ((2,), np.float32)} == wanted
     for n in range(4):
         chosen, rejected = ({name: x[n, side] for name, x in batch.items()} for side in range(2))
         assert trained(chosen) == b"Hi\0" and trained(rejected) == b"What?\0"
@@ -153,7 +154,7 @@ def test_a_bad_line_is_named(row, problem, tmp_path, capsys):
     assert "Window 1" in shown and "Window 2" in shown and "'?'" in shown
 
 
-def test_pairs_need_a_loss_of_pairs_and_a_place_of_their_own(tmp_path):
+def test_pairs_need_a_loss_of_pairs_and_are_no_part_of_a_mixture(tmp_path):
     path = write(tmp_path / "a.jsonl", SHAPES["texts"])
     with pytest.raises(InputError, match=r"data.source: preferences needs a loss of pairs of answers. Add train.loss: "):
         load({"data": {"source": "preferences", "path": path}})
@@ -161,5 +162,3 @@ def test_pairs_need_a_loss_of_pairs_and_a_place_of_their_own(tmp_path):
         load({"data": {"source": "mixture", "mixture": [{"weight": 1, "source": "preferences", "path": path}]}})
     with pytest.raises(InputError, match=r"only the source chat reads it, and source is preferences"):
         load({"data": {"source": "preferences", "path": path, "train_on": "all"}})
-    with pytest.raises(InputError, match=r"the source preferences needs a path"):
-        load({"data": {"source": "preferences"}})

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from jgt import document
+from train.checkpoint.disk import write_whole
 from train.code.files import Code, read_code
-from train.run.folder import write_whole
 from train.run.history import begin_folder, replace_config
 from train.run.train import train
 

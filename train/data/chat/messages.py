@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +184,11 @@ def read_questions(path: Path) -> Iterator[Read]:
         turns = {"user": f"What does {path.stem}.{name} do?", "assistant": answer}
         if answer:
             yield str(path), [Conversation(messages=[{"role": role, "content": text} for role, text in turns.items()])]
+
+
+def read_better_answers(path: Path) -> Iterator[Read]:
+    """As `read_questions`, each with its own answer as the chosen one, and with the answer to the next question as the rejected one."""
+    rows = [*read_questions(path)]
+    for (where, (asked,)), (_, (other,)) in zip(rows, [*rows[1:], *rows[:1]], strict=True):
+        if asked.messages[1] != other.messages[1]:
+            yield where, [replace(asked, first=1), Conversation(messages=[asked.messages[0], other.messages[1]], first=1)]

@@ -23,12 +23,12 @@ from ..stream import Stream
 from ..tokenizer import Tokenizer
 from .answers import Encoder
 from .keys import has_pairs
-from .messages import read_conversations, read_preferences, read_questions
+from .messages import read_better_answers, read_conversations, read_preferences, read_questions
 from .rows import begins_of
 from .template import ChatTemplate
 
 DATE = datetime(2024, 7, 26)
-"""What templates take for today in training, so that the same data are the same tokens on every day: the day that Llama's assume."""
+"""The day that templates take for today in training, so that the same data are the same tokens on every day. Llama's assume it."""
 _PLAIN = """{% for message in messages %}{{ message.role }}: {% if message.role == 'assistant' -%}
 {% generation %}{{ message.content }}{{ '\\0' }}{% endgeneration %}
 {%- else %}{{ message.content }}{% endif %}
@@ -55,7 +55,8 @@ def training_template(part: MixturePart, tokenizer: Tokenizer, date: datetime | 
 def open_chats(files: FileSet, part: MixturePart, template: ChatTemplate, tokenizer: Tokenizer, *, seq: int, cache_dir: Path) -> Stream:
     """The conversations of some files, one after another; tokens have the bits of `answers.py`. Raises InputError and UnreadableError."""
     encoder = Encoder(tokenizer=tokenizer, template=template, is_whole=part.train_on == "all", most=seq + 1)
-    reader = read_preferences if has_pairs(part.source) else read_questions if part.path is None else read_conversations
+    readers = (read_conversations, read_preferences) if part.path else (read_questions, read_better_answers)
+    reader = readers[has_pairs(part.source)]
 
     def read(path: Path) -> Iterator[np.ndarray | TextError]:
         for row in reader(path):

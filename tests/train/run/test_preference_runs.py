@@ -1,0 +1,92 @@
+"""Runs on preferences: the reference is the model before the first step, computed once, whatever happens to the run."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jinja2")
+from jgt.document import InputError
+from train.data.opening import open_data
+from train.evaluate.reference import SCORES, with_reference
+from train.run.replay import replay
+from train.run.train import train
+from train.setup import prepare
+from train.step.preference import log_probabilities
+
+FSDP = ("rules=jgt:fsdp_tensor", "mesh={data: 2, fsdp: 2, tensor: 2}")
+STAGES = ("rules=jgt:pipeline", "mesh={data: 1, fsdp: 1, stage: 2, tensor: 4}", "pipeline={signal: layers, microbatches: 4}")
+
+
+@pytest.fixture
+def run_of(tiny, tmp_path):
+    random = np.random.default_rng(0)
+
+    def text():
+        return "".join(random.choice([*"abcdefg"], random.integers(1, 6)))
+
+    rows = [{"prompt": text(), "chosen": text(), "rejected": text() + "!"} for _ in range(40)]
+    (path := tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    data = f"data={{source: preferences, path: {path}, eval_tokens: 200}}"
+    return lambda *overrides: tiny(data, "train.loss=dpo", "train.steps=4", "train.batch=8", "checkpoint.every=2", *overrides)
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def opened(run):
+    config = run.config
+    return open_data(config.data, seq=config.model.seq, vocab=config.model.vocab, seed=0, cache_dir=config.run.path / "data")
+
+
+@pytest.mark.parametrize("layout", [pytest.param((), marks=pytest.mark.slow), FSDP, pytest.param(STAGES, marks=pytest.mark.slow)])
+def test_the_reference_is_the_model_before_the_first_step(run_of, layout, tmp_path):
+    run = run_of(*layout)
+    setup, data = prepare(run), opened(run)
+    first = prepare(run_of()).init()
+    model = prepare(run_of()).program.model
+    scored = with_reference(setup, data, setup.init)
+    for batch in (next(scored.train_batches(3, 8, range(8))), next(scored.eval_batches(2, range(2)))):
+        expected = log_probabilities(model.module(first.params, first.variables), {k: v for k, v in batch.items() if k != "reference"})
+        np.testing.assert_allclose(batch["reference"], expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("layout", [FSDP, pytest.param(STAGES, marks=pytest.mark.slow)])
+def test_a_run_that_was_killed_ends_with_the_same_bits(run_of, tmp_path, stopped_at, layout):
+    with stopped_at(3):
+        train(run_of(*layout))
+    train(run_of(*layout))
+    train(run_of(*layout, f"run.dir={tmp_path / 'whole'}"))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    # The model is its own reference at first.
+    assert losses(tmp_path / "run")[1] == pytest.approx(math.log(2), abs=1e-6)
+    assert (tmp_path / "run" / SCORES).read_bytes() == (tmp_path / "whole" / SCORES).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_lost_file_is_computed_again(run_of, tmp_path, stopped_at):
+    with stopped_at(3):
+        train(run_of())
+    before = (file := tmp_path / "run" / SCORES).read_bytes()
+    file.write_bytes(before[: len(before) // 2])
+    with pytest.raises(InputError, match="lacks the reference's log-probabilities of these pairs"):
+        replay(run_of(), 3)
+    train(run_of())
+    assert file.read_bytes() == before
+    assert replay(run_of(), 4).fault == "none"
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("data={source: stdlib}", r"train\.loss: dpo needs pairs of answers\. Set data\.source: preferences"),
+        ("train.loss=null", r"data\.source: preferences needs a loss of pairs of answers\. Add train\.loss: dpo"),
+        ("train.loss=dpa", r"train\.loss: 'dpa' is neither dpo nor MODULE:NAME"),
+    ],
+)
+def test_data_and_loss_belong_together(run_of, override, problem):
+    with pytest.raises(InputError, match=problem):
+        run_of(override)
