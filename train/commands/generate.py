@@ -30,6 +30,7 @@ def parser() -> CommandParser:
     add_model(made, "generate.top_p=0.9")
     made.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text to continue; repeatable")
     made.add_argument("--prompts", metavar="FILE", help="a file of JSON lines with a prompt, or with tokens, in each")
+    made.add_argument("--adapter", metavar="DIR", help="an adapter of PEFT for the model of a folder of Hugging Face (lora.hf)")
     made.add_argument("--chat", action="store_true", help="prompts are messages of a chat; without any, read them from the terminal")
     made.add_argument("--tokens", type=whole_number(), metavar="N", help="the most new tokens (generate.tokens)")
     made.add_argument("--temperature", type=float, metavar="T", help="0: the likeliest tokens (generate.temperature)")
@@ -44,7 +45,13 @@ def _generate(arguments: argparse.Namespace) -> None:
     prompts: list[Any] = [*arguments.prompt, *(_prompts_of(Path(arguments.prompts), arguments.chat) if arguments.prompts else ())]
     if not (prompts or arguments.chat):
         raise InputError(["command line: give prompts with --prompt or --prompts, or --chat to type them"])
-    loaded = load_writer(arguments.model, arguments.overrides, arguments.code)
+    overrides = arguments.overrides
+    if arguments.adapter is not None:
+        if not (Path(arguments.model.removeprefix("hf:")) / "config.json").is_file():
+            remedy = "A run has its own adapter, and jgt export writes its model as such a folder"
+            raise InputError([f"command line: --adapter: {arguments.model} is no folder of Hugging Face. {remedy}"])
+        overrides = [*overrides, f"lora.hf={json.dumps(arguments.adapter)}"]
+    loaded = load_writer(arguments.model, overrides, arguments.code)
     chat = Chat.of(loaded.tokenizer, loaded.setup.run.config.data) if arguments.chat else None
     given = {name: getattr(arguments, name) for name in ("tokens", "temperature", "samples", "stop")}
     changes = {"seed": arguments.seed, **{name: value for name, value in given.items() if value is not None}}

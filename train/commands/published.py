@@ -12,13 +12,16 @@ import jax
 from jgt import CommandParser
 from jgt.document import InputError
 
+from ..adapt.config import LoraConfig
 from ..checkpoint.saved import find_checkpoint
 from ..checkpoint.signature import Key, read_key
 from ..checkpoint.steps import find_steps
 from ..code.files import read_code
 from ..command_line import EndError, say, say_lines, whole_number
+from ..export.adapter import write_adapter
 from ..export.form import run_form
-from ..export.write import EXPORTED, exported_shapes, write_export
+from ..export.model import SavedModel
+from ..export.write import EXPORTED, write_export
 from ..run.load import open_run_folder
 
 _UNITS = {"": 1, "MB": 10**6, "GB": 10**9}
@@ -40,6 +43,9 @@ def export_parser() -> CommandParser:
     parser.add_argument("out", metavar="OUT", help="the folder to write")
     keys = "values that replace those of the run's file, such as model.hf=FOLDER for a model that was moved"
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help=keys)
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--merge", action="store_true", help="the whole model of a run with an adapter, which is added to the weights")
+    forms.add_argument("--adapter", action="store_true", help="the adapter of a run alone, as Hugging Face's PEFT loads it")
     parser.add_argument("--step", type=whole_number(), metavar="N", help="the step of the run to write (its newest checkpoint)")
     parser.add_argument("--dtype", choices=list(EXPORTED), default="f32", help="the type of the tensors (f32)")
     parser.add_argument("--max-file", metavar="SIZE", default="5GB", help="the size of a file, such as 5GB or 500MB (5GB)")
@@ -55,16 +61,30 @@ def _export(arguments: argparse.Namespace) -> None:
     # The accelerators of this machine stay with whatever runs on them.
     jax.config.update("jax_platforms", "cpu")
     folder, run = open_run_folder(Path(arguments.run), read_code(arguments.code), arguments.overrides)
+    _check_form(arguments, run.config.lora)
     key = read_key(run.config.checkpoint.key)
     saved, reports = find_checkpoint(_checkpoint(Path(arguments.run), arguments.step, key), key)
     if saved is None:
         raise InputError([*reports, f"{arguments.run}: has no whole checkpoint"])
-    form = run_form(run, folder, exported_shapes(saved))
+    model, out = SavedModel.of(saved, run.config.model, run.config.lora), Path(arguments.out)
+    form = run_form(run, folder, model.shapes)
     most = round(float(size[1]) * _UNITS[size[2]])
-    model, out = run.config.model, Path(arguments.out)
-    count = write_export(form, saved, out, model=model, dtype=arguments.dtype, max_file_bytes=most)
+    if arguments.adapter:
+        count = write_adapter(form, model, run.config.model, out, dtype=arguments.dtype)
+    else:
+        count = write_export(form, model, out, dtype=arguments.dtype, max_file_bytes=most)
     say_lines(reports)
     print(f"Wrote {count:,} tensors of step {saved.manifest.step} to {arguments.out}")
+
+
+def _check_form(arguments: argparse.Namespace, lora: LoraConfig | None) -> None:
+    """Raises InputError if a run with an adapter is to be exported in no form, or one without an adapter in the form of one."""
+    named = next((name for name in ("merge", "adapter") if getattr(arguments, name)), None)
+    if lora is not None and named is None:
+        why = "trains an adapter. --merge writes the model with the adapter added, --adapter the adapter alone, in PEFT's format"
+        raise InputError([f"command line: {arguments.run}: {why}"])
+    if lora is None and named is not None:
+        raise InputError([f"command line: --{named}: {arguments.run} trains no adapter (it has no section lora). Leave the option out"])
 
 
 def _checkpoint(path: Path, step: int | None, key: Key | None) -> Path:

@@ -27,6 +27,7 @@ from ..data.config import path_problems
 from ..models.config import ModelConfig
 from ..sections import DPO, TrainConfig, logger_problem, missing_loggers
 from ..sync.config import SyncConfig
+from ..weights.adapters import with_adapter
 from ..weights.described import with_published
 from .config import OWN, Config, Run
 from .sync import sync_problems
@@ -68,7 +69,7 @@ def load(
         with InputError.collect(all_problems):
             root = document.override(root, f"{key}={object_name(part)}", "Python")
     with InputError.collect(all_problems):
-        root = with_published(root)
+        root = with_adapter(with_published(root))
     # Without a document there is nothing to check; the overrides were still read for their own problems.
     if not is_readable:
         raise InputError(all_problems)

@@ -28,7 +28,8 @@ from ..checkpoint.steps import FOLDER, Steps
 from ..command_line import EndError, say
 from ..config import Run
 from .form import run_form
-from .write import exported_shapes, write_export
+from .model import SavedModel
+from .write import write_export
 
 _FILE_BYTES = 5 * 10**9
 
@@ -128,9 +129,9 @@ class Exports:
         begun = time.time()
         try:
             saved = SavedStep(folder=self._steps.path(step), manifest=read())
-            form = run_form(self._run, self._run.config.run.path, exported_shapes(saved))
-            model = self._run.config.model
-            write_export(form, saved, folder, model=model, dtype=self._config.dtype, max_file_bytes=_FILE_BYTES, check=self._check)
+            model = SavedModel.of(saved, self._run.config.model, self._run.config.lora)
+            form = run_form(self._run, self._run.config.run.path, model.shapes)
+            write_export(form, model, folder, dtype=self._config.dtype, max_file_bytes=_FILE_BYTES, check=self._check)
         except _ClosedError:
             pass
         except Exception as error:

@@ -19,7 +19,8 @@ from ..models.config import ModelConfig
 from ..models.decoder import build
 from ..records.console import Screen
 from ..setup import Setup, prepare
-from ..weights.described import Described, published
+from ..setup.published import open_published
+from ..weights.described import Described
 from ..weights.load import open_files
 from ..weights.safetensors import has_weights
 from .verify import is_verified
@@ -42,7 +43,7 @@ def check_placement(run: Run) -> Setup:
         count = math.prod(run.mesh.values())
     setup, model = prepare(run, num_devices=count), run.config.model
     if isinstance(model, ModelConfig) and model.hf is not None and Path(model.hf).is_dir() and has_weights(Path(model.hf)):
-        open_files(published(Path(model.hf)), model, setup.saved_params[0])
+        open_published(setup, Path(model.hf))
     return setup
 
 

@@ -30,14 +30,14 @@ from ..config import Run
 from ..data.config import BYTES, DataConfig, OwnData
 from ..generate.rules import rules_of
 from ..loaded import Loaded
-from ..models.config import ModelConfig
 from ..setup import Setup, prepare
 from ..setup.layout import mesh_layout
+from ..setup.published import published_params
 from ..step.trained import merged
 from .api import listed, own_code, start_jax_here
 from .folder import CONFIG
 from .replicas import restored_of_one
-from .start import published_params, saved_params
+from .start import saved_params
 
 _PUBLISHED = "hf:"
 _ALONE = ("rules=null", "mesh={data: 1}", "pipeline=null", "sync=null")
@@ -145,8 +145,8 @@ def _with_small_batch(run: Run) -> Run:
 
 def _published(setup: Setup, folder: Path) -> Loaded:
     config = setup.run.config
-    assert isinstance(config.model, ModelConfig) and isinstance(config.data, DataConfig)
-    params = setup.model_params(published_params(setup, config.model, folder))
+    assert isinstance(config.data, DataConfig)
+    params = setup.model_params(published_params(setup, folder))
     # Statistics of the training of experts, which a published model lacks, begin as in a new run.
     variables = jax.jit(lambda seed: setup.make_state(seed).variables, out_shardings=setup.shardings.variables)(np.uint32(0))
     # Without a tokenizer.json the config has its default.

@@ -36,11 +36,10 @@ from ..command_line import say
 from ..data.batches import Data
 from ..models.config import ModelConfig
 from ..setup import Setup
+from ..setup.published import base_shapes, published_params
 from ..step.state import OPTIONAL, State
 from ..step.trained import merged
 from ..weights.base import base_in, inherited_base, restored_frozen, restored_params, resumed_base
-from ..weights.described import published
-from ..weights.load import open_files
 from ..weights.safetensors import has_weights
 from .identity import Resume, check_model, check_origin
 from .replicas import check_phase, lifted_shapes, restored_of_one, saved_replicas, with_replicas
@@ -110,7 +109,7 @@ class Start:
             state = jax.block_until_ready(self.setup.init())
         model = self.setup.run.config.model
         if weights is None and isinstance(model, ModelConfig) and model.hf is not None and Path(model.hf).is_dir():
-            return self._published(state, model, Path(model.hf))
+            return self._published(state, Path(model.hf))
         if weights is None:
             return Position(state=state)
         where = f"{self.setup.run.where('checkpoint.weights')}: checkpoint.weights"
@@ -118,13 +117,14 @@ class Start:
         self.say(f"Starts with the parameters of {saved.folder}")
         return Position(state=self.setup.with_model(state, *model), base=inherited_base(saved, self.setup.saved_shapes.frozen))
 
-    def _published(self, state: State, config: ModelConfig, folder: Path) -> Position:
+    def _published(self, state: State, folder: Path) -> Position:
         """The position with the parameters of a published model, if its folder has files."""
         if not has_weights(folder):
             self.say(f"{folder} has no weights: the model starts from random values")
             return Position(state=state)
         with self.phase("restore", step=0):
-            params, base = published_params(self.setup, config, folder), base_in(folder, self.setup.saved_shapes.frozen)
+            first = self.setup.last_params(state)
+            params, base = published_params(self.setup, folder, first), base_in(folder, self.setup.saved_shapes.frozen)
         self.say(f"Starts with the parameters of {folder}")
         return Position(state=self.setup.with_model(state, params, {}), base=base)
 
@@ -183,15 +183,9 @@ class Start:
                 raise
 
 
-def published_params(setup: Setup, config: ModelConfig, folder: Path) -> Any:
-    """The parameters of a published model, as the state has them. Raises InputError if they do not fit."""
-    shapes, shardings = setup.saved_params
-    return setup.stored_params(open_files(published(folder), config, shapes).load(shapes, shardings))
-
-
 def saved_params(setup: Setup, saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
     """Parameters of a checkpoint, whichever of them were frozen. Raises InputError if they do not fit."""
-    return restored_params(saved, shapes, shardings, model=setup.run.config.model, whole=setup.saved_params[0], cast=cast)
+    return restored_params(saved, shapes, shardings, model=setup.run.config.model, whole=base_shapes(setup), cast=cast)
 
 
 def restore_state(setup: Setup, saved: SavedStep, allow: Sequence[str] = ()) -> State:
@@ -211,7 +205,7 @@ def restore_state(setup: Setup, saved: SavedStep, allow: Sequence[str] = ()) -> 
     absent, cast = _absent(saved, shapes), setup.run.config.checkpoint.cast
     frozen: dict[str, Any] = {}
     if saved.manifest.base is not None:
-        places, model, whole = (shapes.frozen, shardings.frozen), setup.run.config.model, setup.saved_params[0]
+        places, model, whole = (shapes.frozen, shardings.frozen), setup.run.config.model, base_shapes(setup)
         frozen = {"frozen": restored_frozen(saved, *places, model=model, whole=whole, cast=cast, allow=allow)}
         shapes, shardings = replace(shapes, frozen={}), replace(shardings, frozen={})
     state = restore(saved, replace(shapes, **absent), replace(shardings, **absent), cast=cast)

@@ -44,6 +44,7 @@ from ..records.step_range import StepRange
 from ..records.summary import describe_data, describe_size, describe_start, describe_sync
 from ..setup import Setup, prepare
 from ..setup.fit import compiled_to_fit, with_remat
+from ..setup.published import base_shapes
 from .faults import Faults
 from .folder import InUseError, Lock, lock_folder, move_earlier_run
 from .history import begin_folder
@@ -232,7 +233,7 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
     if setup is not None and config.checkpoint.export is not None:
         # Now, and not after days of training.
         with InputError.collect(problems):
-            shapes = jax.tree.leaves_with_path(setup.saved_params[0])
+            shapes = jax.tree.leaves_with_path(base_shapes(setup))
             run_form(run, config.run.path, {path_text(path): tuple(x.shape) for path, x in shapes})
     if not isinstance(config.data, OwnData):
         with InputError.collect(problems):

@@ -32,7 +32,7 @@ from ..processes.processes import agree_on_input
 from ..step.trained import divided, merged
 from .described import published
 from .load import Files, open_files
-from .safetensors import Folder, Tensor, open_folder
+from .safetensors import Tensor, open_folder
 
 ALLOWED = "base"
 """The name for `--allow-change`, to train on with other contents of the folder."""
@@ -49,7 +49,7 @@ def base_in(path: Path, frozen: Any) -> Base | None:
     arrays = array_entries({FROZEN: frozen})
     if not arrays:
         return None
-    return _agreed(lambda: Base(path=str(path.absolute()), sha256=_identity(open_folder(path)), arrays=arrays), lambda base: base.sha256)
+    return _agreed(lambda: Base(path=str(path.absolute()), sha256=identity(path), arrays=arrays), lambda base: base.sha256)
 
 
 def resumed_base(saved: SavedStep, model: Any, frozen: Any) -> Base | None:
@@ -78,7 +78,7 @@ def open_base(base: Base, model: Any, shapes: Any, *, allow: Sequence[str] = ())
         remedy = "Name the folder where the model is now: model.hf=FOLDER (to train on, with --allow-change model.hf)"
         raise InputError([f"{folder}: {why}. {remedy}"])
     files = open_files(published(folder), model, shapes)
-    if ALLOWED not in allow and _identity(files.folder) != base.sha256:
+    if ALLOWED not in allow and identity(folder) != base.sha256:
         why = "its tensors are not those that the run froze. Its checkpoints leave them out"
         remedy = f"Put the model back, or name its folder (model.hf=FOLDER). --allow-change {ALLOWED} trains on with what is there"
         raise InputError([f"{folder}: {why}. {remedy}"])
@@ -126,10 +126,10 @@ def _folder_of(base: Base, model: Any) -> Path:
     return next((place for place in places if place.is_dir()), places[0])
 
 
-def _identity(folder: Folder) -> str:
-    """A SHA-256 of names, types, shapes and sampled contents of all tensors."""
+def identity(folder: Path) -> str:
+    """A SHA-256 of names, types, shapes and sampled contents of all tensors of a folder. Raises InputError and DiskError."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(folder.tensors.items()):
+    for name, tensor in sorted(open_folder(folder).tensors.items()):
         digest.update(json.dumps([name, str(tensor.dtype), tensor.shape]).encode() + _sampled(tensor))
     return digest.hexdigest()
 

@@ -22,6 +22,23 @@ HIDDEN_ACTS = {
     "gelu_fast": "gelu_tanh",
 }
 _THETA = 10_000.0
+LLAMA = {
+    "embed": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn/q_proj": "self_attn.q_proj",
+    "attn/k_proj": "self_attn.k_proj",
+    "attn/v_proj": "self_attn.v_proj",
+    "attn/out": "self_attn.o_proj",
+    "attn/q_norm": "self_attn.q_norm",
+    "attn/k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp/gate_proj": "mlp.gate_proj",
+    "mlp/up_proj": "mlp.up_proj",
+    "mlp/down": "mlp.down_proj",
+}
+"""The tensors of Llama's modules, as in `families.py`."""
 QKV = ("attn/q_proj", "attn/k_proj", "attn/v_proj")
 """Modules that are one tensor in some families."""
 

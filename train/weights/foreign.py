@@ -1,6 +1,6 @@
 """Files of a folder that may come from a stranger: only its own are read, with limits, and their JSON is read strictly.
 
-Imports no numpy, so that config.json is read as early as a run's file.
+Imports no numpy, so that config.json and the headers of safetensors files are read as early as a run's file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from pathlib import Path
 
 from jgt.document import InputError, path_problem, read_bytes, shown
 
+from ..checkpoint.disk import open_file, patiently
+
+METADATA = "__metadata__"
+"""The key of a header that is not a tensor."""
 _MOST_PROBLEMS = 100
+# A file of the largest published models has less than 1 MB of header.
+_MAX_HEADER = 1 << 24
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -65,6 +71,29 @@ def parse_json(data: bytes) -> dict[str, object]:
     if not isinstance(values, dict):
         raise ValueError(f"is not a mapping, but {shown(values)}")
     return values
+
+
+def read_header(file: Path) -> tuple[bytes, int, int]:
+    """The header of a file, the place of the first byte behind it, and the bytes of the file. Raises OSError or ValueError."""
+    with open_file(file) as opened:
+        size, start = os.fstat(opened.fileno()).st_size, opened.read(8)
+        length = int.from_bytes(start, "little")
+        if start == b"version ":
+            raise ValueError("is a pointer of Git LFS to the file. Fetch the file with `git lfs pull`")
+        if len(start) < 8 or length > min(size - 8, _MAX_HEADER):
+            limits = f"the file has {size:,} bytes, and a header at most {_MAX_HEADER:,}. The file may be cut short"
+            raise ValueError(f"its header has {length:,} bytes by the first 8 bytes, but {limits}")
+        return opened.read(length), 8 + length, size
+
+
+def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors of a safetensors file, by name. Raises OSError or ValueError."""
+    entries = parse_json(patiently(lambda: read_header(file), file)[0])
+    entries.pop(METADATA, None)
+    shapes = {name: entry.get("shape") if isinstance(entry, dict) else None for name, entry in entries.items()}
+    if odd := [name for name, shape in shapes.items() if not (isinstance(shape, list) and all(type(n) is int for n in shape))]:
+        raise ValueError(f"{shown(odd[0])}: has no shape")
+    return {name: tuple(shape or ()) for name, shape in shapes.items()}
 
 
 def _mapping(pairs: list[tuple[str, object]]) -> dict[str, object]:

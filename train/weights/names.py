@@ -15,26 +15,9 @@ import numpy as np
 
 from jgt.document import InputError
 
-from .family import Family
+from .family import LLAMA, Family
 from .safetensors import PARAMETERS, Tensor
 
-LLAMA = {
-    "embed": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn/q_proj": "self_attn.q_proj",
-    "attn/k_proj": "self_attn.k_proj",
-    "attn/v_proj": "self_attn.v_proj",
-    "attn/out": "self_attn.o_proj",
-    "attn/q_norm": "self_attn.q_norm",
-    "attn/k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp/gate_proj": "mlp.gate_proj",
-    "mlp/up_proj": "mlp.up_proj",
-    "mlp/down": "mlp.down_proj",
-}
-"""The tensors of Llama's modules, as in `families.py`."""
 Shape = tuple[int, ...]
 
 

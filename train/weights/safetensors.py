@@ -26,11 +26,9 @@ import numpy as np
 from jgt.document import InputError, read_bytes, shown
 
 from ..checkpoint.disk import DiskError, describe, open_file, patiently
-from .foreign import first, inside, parse_json, problems_at
+from .foreign import METADATA, first, inside, parse_json, problems_at, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-METADATA = "__metadata__"
-"""The key of a header that is not a tensor."""
 _INTEGERS = {"BOOL": "bool"} | {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("uint", "int") for bits in (8, 16, 32, 64)}
 _FLOATS = {"F16": "float16", "BF16": ml_dtypes.bfloat16, "F32": "float32", "F64": "float64"}
 _EIGHTS = {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu"} | {
@@ -40,8 +38,8 @@ DTYPES: Mapping[str, np.dtype] = {name: np.dtype(dtype) for name, dtype in (_INT
 """The element types by their names in a header, without F4 and F6, whose elements share bytes."""
 PARAMETERS = {name: DTYPES[name] for name in _FLOATS}
 """The types of tensors that are parameters as they are. Others are parts of quantised ones."""
-# A file of the largest published models has less than 1 MB of header, and all their files together have 210,000 tensors.
-_MAX_HEADER, _MAX_INDEX, _MAX_TENSORS = 1 << 24, 1 << 26, 400_000
+# All files of the largest published models together have 210,000 tensors.
+_MAX_INDEX, _MAX_TENSORS = 1 << 26, 400_000
 _MAX_DIMS, _MAX_NUMBER, _MAX_OTHERS = 32, 1 << 62, 1_000
 _FILE = re.compile(r"[A-Za-z0-9_.-]+\.safetensors")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -136,14 +134,15 @@ def has_weights(folder: Path) -> bool:
         return any(entry.suffix in (".safetensors", *_PICKLES) or entry.name == INDEX for entry in folder.iterdir())
 
 
-def open_folder(path: str | Path, most: int = _MAX_TENSORS) -> Folder:
+def open_folder(path: str | Path, most: int = _MAX_TENSORS, single: str = SINGLE) -> Folder:
     """The folder with `model.safetensors`, or with an index and its files; the first if there are both, as in transformers.
 
-    most: the limit of the number of tensors. Raises InputError with everything that is wrong, by file and tensor.
+    most: the limit of the number of tensors. single: the name of a file without an index. Raises InputError with everything that is wrong,
+    by file and tensor.
     """
     folder = Path(path)
     with problems_at(folder):
-        files = _promised(folder, most)
+        files = _promised(folder, most, single)
     tensors: dict[str, Tensor] = {}
     problems: list[str] = []
     for name, promised in files.items():
@@ -158,13 +157,13 @@ def open_folder(path: str | Path, most: int = _MAX_TENSORS) -> Folder:
     return Folder(path=folder, tensors=tensors)
 
 
-def _promised(folder: Path, most: int) -> Mapping[str, set[str]]:
+def _promised(folder: Path, most: int, single: str) -> Mapping[str, set[str]]:
     """The files with tensors, each with the tensors that the index promises there."""
-    if os.path.lexists(folder / SINGLE):
-        return {SINGLE: set()}
+    if os.path.lexists(folder / single):
+        return {single: set()}
     if not os.path.lexists(place := folder / INDEX):
         pickle = next((f", only {shown(entry.name)}, a pickle" for entry in folder.iterdir() if entry.suffix in _PICKLES), "")
-        raise InputError([f"{folder}: has neither {SINGLE} nor {INDEX}{pickle}. Convert the weights to safetensors where you trust them"])
+        raise InputError([f"{folder}: has neither {single} nor {INDEX}{pickle}. Convert the weights to safetensors where you trust them"])
     with problems_at(place):
         data = read_bytes(inside(folder, INDEX), _MAX_INDEX)
         _check_count(data, 1, most)
@@ -191,7 +190,7 @@ def _read_file(folder: Path, name: str, most: int) -> dict[str, Tensor]:
     """The tensors of one file, which has at most `most`. Raises InputError."""
     file, place = inside(folder, name), folder / name
     with problems_at(place):
-        text, start, size = patiently(lambda: _read_header(file), file)
+        text, start, size = patiently(lambda: read_header(file), file)
         _check_count(text, 4, most)
         entries = parse_json(text)
     entries.pop(METADATA, None)
@@ -208,19 +207,6 @@ def _read_file(folder: Path, name: str, most: int) -> dict[str, Tensor]:
     if problems := first(wrong()) or first(f"{place}: {problem}" for problem in _layout_problems(tensors, start, size)):
         raise InputError(problems)
     return tensors
-
-
-def _read_header(file: Path) -> tuple[bytes, int, int]:
-    """The header of a file, the place of the first byte behind it, and the bytes of the file. Raises OSError or ValueError."""
-    with open_file(file) as opened:
-        size, start = os.fstat(opened.fileno()).st_size, opened.read(8)
-        length = int.from_bytes(start, "little")
-        if start == b"version ":
-            raise ValueError("is a pointer of Git LFS to the file. Fetch the file with `git lfs pull`")
-        if len(start) < 8 or length > min(size - 8, _MAX_HEADER):
-            limits = f"the file has {size:,} bytes, and a header at most {_MAX_HEADER:,}. The file may be cut short"
-            raise ValueError(f"its header has {length:,} bytes by the first 8 bytes, but {limits}")
-        return opened.read(length), 8 + length, size
 
 
 def _parse_entry(entry: object) -> tuple[np.dtype, tuple[int, ...], int]:

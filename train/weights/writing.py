@@ -23,7 +23,8 @@ from jgt.document import InputError
 
 from ..checkpoint.disk import sync, sync_above, sync_tree
 from ..checkpoint.steps import remove
-from .safetensors import DTYPES, INDEX, METADATA, SINGLE, Tensor, open_folder, runs, spans
+from .foreign import METADATA
+from .safetensors import DTYPES, INDEX, SINGLE, Tensor, open_folder, runs, spans
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Piece = tuple[str, Sequence[slice], np.ndarray]
@@ -37,18 +38,20 @@ def write_folder(
     *,
     files: Mapping[str, bytes | Path],
     max_file_bytes: int,
+    single: str = SINGLE,
 ) -> None:
     """Writes a new folder with these tensors and other files. An error leaves nothing.
 
     tensors: type and shape of each tensor, in the order in which the files are filled. pieces: each element of them once, in any order.
-    files: contents, or files to copy, by name. max_file_bytes: tensors in one file, but for a single tensor that is larger.
+    files: contents, or files to copy, by name. max_file_bytes: tensors in one file, but for a single tensor that is larger. single: the
+    name of the file, where one is enough.
     Raises InputError if there is something at the path, ValueError for other pieces than `tensors` says, and OSError.
     """
     with _whole_folder(path) as folder:
         for name, content in files.items():
             (folder / name).write_bytes(content) if isinstance(content, bytes) else shutil.copyfile(content, folder / name)
-        _write_headers(folder, tensors, max_file_bytes)
-        places = open_folder(folder).tensors
+        _write_headers(folder, tensors, max_file_bytes, single)
+        places = open_folder(folder, single=single).tensors
         missing = {name: math.prod(place.shape) for name, place in places.items()}
         for name, slices, array in pieces:
             _write(places[name], name, slices, array)
@@ -98,12 +101,12 @@ def _locked(folder: Path) -> Iterator[None]:
         os.close(number)
 
 
-def _write_headers(folder: Path, tensors: Mapping[str, tuple[np.dtype, Sequence[int]]], most: int) -> None:
+def _write_headers(folder: Path, tensors: Mapping[str, tuple[np.dtype, Sequence[int]]], most: int, single: str) -> None:
     """Writes each file with zeros for its tensors, and the index of several files."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in tensors.items()}
     parts, places = _parts(sizes, most), dict[str, str]()
     for number, part in enumerate(parts, 1):
-        file = SINGLE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
+        file = single if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
         header: dict[str, object] = {METADATA: {"format": "pt"}}
         end = 0
         # The widest types first, so that each tensor is aligned.

@@ -23,6 +23,7 @@ from train.commands.published import export
 from train.config import load
 from train.export import exports
 from train.export.form import form_of, own_form
+from train.export.model import SavedModel
 from train.export.write import write_export
 from train.models.config import ModelConfig
 from train.models.decoder import build
@@ -101,7 +102,7 @@ def test_an_export_has_the_tensors_of_the_import_from_any_mesh(name, tmp_path):
     form, params = form_of(config, tmp_path, None, where), params_of(name, config, "rows")
     for mesh in ("rows", "columns"):
         saved = saved_step(tmp_path / f"{mesh}.checkpoints", params)
-        write_export(form, saved, tmp_path / mesh, dtype="bf16", max_file_bytes=20_000)
+        write_export(form, SavedModel.of(saved), tmp_path / mesh, dtype="bf16", max_file_bytes=20_000)
         equal(GOLDENS / name, tmp_path / mesh)
         shapes, shardings = (jax.tree.map(pick, params) for pick in (jax.typeof, lambda x: laid_out(x, "columns")))
         params = restore_params(saved, shapes, shardings)
@@ -166,7 +167,7 @@ def test_a_model_that_began_from_nothing_is_read_again(tmp_path):
     config = ModelConfig(layers=2, embed=32, heads=4, kv_heads=2, ffn=48, vocab=64, seq=96, rope_theta=5e5, tied=True)
     params = random_params(config)
     form = form_of(config, tmp_path, None, where)
-    write_export(form, saved_step(tmp_path / "checkpoints", params), tmp_path / "out", dtype="f32", max_file_bytes=10**9)
+    write_export(form, SavedModel.of(saved_step(tmp_path / "checkpoints", params)), tmp_path / "out", dtype="f32", max_file_bytes=10**9)
     found = published(tmp_path / "out")
     again = bind(Node.of(dict(found.keys), "config.json", "model"), ModelConfig, [])
     shapes = jax.eval_shape(build(again).init, jax.random.key(0))[0]
@@ -209,7 +210,7 @@ def test_the_average_over_replicas_is_exported(tmp_path):
     average = jax.tree.map(lambda x: jnp.stack([x, x + 2]), params)
     zeros = jax.tree.map(jnp.zeros_like, params)
     saved = saved_step(tmp_path / "checkpoints", jax.tree.map(lambda x: jnp.stack([x, x]), zeros), average=average, anchor=zeros)
-    write_export(form_of(config, tmp_path, None, where), saved, tmp_path / "out", dtype="f32", max_file_bytes=10**9)
+    write_export(form_of(config, tmp_path, None, where), SavedModel.of(saved), tmp_path / "out", dtype="f32", max_file_bytes=10**9)
     np.testing.assert_allclose(open_folder(tmp_path / "out").read("model.norm.weight"), params["norm"]["scale"] + 1, rtol=1e-6)
 
 
@@ -233,7 +234,7 @@ def test_a_model_of_ones_own_names_its_tensors(tmp_path):
         tmp_path / "checkpoints", jax.tree.map(jnp.asarray, {"embed": {"table": values["embed/table"]}, "layers": {"mlp": mlp}})
     )
     form = own_form(Own, {"width": 4}, OWN, "my:Own", where)
-    assert write_export(form, saved, tmp_path / "out", dtype="f32", max_file_bytes=10**9) == 7
+    assert write_export(form, SavedModel.of(saved), tmp_path / "out", dtype="f32", max_file_bytes=10**9) == 7
     found = open_folder(tmp_path / "out")
     np.testing.assert_array_equal(found.read("embed.weight"), values["embed/table"])
     np.testing.assert_array_equal(found.read("layers.2.mlp.weight"), mlp["kernel"][2].T)

@@ -53,13 +53,20 @@ with torch.no_grad():
     np.save(sys.argv[3], model.eval()(torch.tensor(np.load(sys.argv[2]))).logits.numpy())
 """
 STEPS = 20
+JOBS = {
+    "1": {"count": 1},
+    "2": {"count": 2},
+    "frozen": {"count": 1, "optimizer": {"train": ["layers/attn/**"]}},
+    "adapter": {"count": 1, "lora": {"rank": 2, "alpha": 4, "dropout": 0.1}, "optimizer": {"lr": 0.01}},
+}
+"""The processes and sections of the jobs that are killed."""
 pytestmark = pytest.mark.slow
 
 
 class Job:
     """A run of some processes, each with two devices, that begins from a published model."""
 
-    def __init__(self, nursery, folder, count, train=None):
+    def __init__(self, nursery, folder, count, **sections):
         self.folder, self._nursery, self._count = folder, nursery, count
         folder.mkdir()
         np.save(folder / "tokens.npy", np.random.default_rng(0).integers(3, 64, 8000, np.uint16))
@@ -70,7 +77,7 @@ class Job:
             "rules": RULES,
             "model": {"hf": str(GOLDEN), "seq": 16},
             "data": {"source": "tokens", "path": str(folder / "tokens.npy"), "eval_tokens": 0},
-            "optimizer": {"train": train},
+            **sections,
             "train": {"steps": STEPS, "batch": 8},
             "checkpoint": {"every": 4, "export": {"every": 10, "path": str(folder / "exports")}},
             "watchdog": {"join_seconds": 60, "peer_seconds": 5, "step_seconds": 60},
@@ -115,12 +122,12 @@ class Job:
         return self.folder
 
 
-@pytest.fixture(scope="module", params=[(1, None), (2, None), (1, ["layers/attn/**"])], ids=["1", "2", "frozen"])
+@pytest.fixture(scope="module", params=JOBS)
 def killed(request, nursery, tmp_path_factory):
     """The folders of an unbroken run and of one that was killed while it exported, and later."""
-    folder, chance = tmp_path_factory.mktemp("runs"), random.Random(request.param[0])
-    straight, broken = (Job(nursery, folder / name, *request.param) for name in ("straight", "broken"))
-    for _ in range(7 if request.param[1] else 0):
+    folder, chance = tmp_path_factory.mktemp("runs"), random.Random(request.param)
+    straight, broken = (Job(nursery, folder / name, **JOBS[request.param]) for name in ("straight", "broken"))
+    for _ in range(7 if len(JOBS[request.param]) > 1 else 0):
         broken.kill_anywhere(chance.uniform(2, 9))
     for step in (10, 10, 20):
         broken.kill(step, chance.uniform(0, 0.8))

@@ -1,0 +1,109 @@
+"""The model of a checkpoint, piece by piece: what an export writes.
+
+The model is the one that is evaluated: the average of the parameters if there is one, and with phases those of the last exchange. Frozen
+parameters have neither, and may be in published files instead of the checkpoint. With `lora:` a matrix has the update of its adapter added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jgt.document import InputError
+
+from ..adapt.adapters import factors_of
+from ..adapt.config import LoraConfig
+from ..checkpoint.manifest import FROZEN, ArrayEntry
+from ..checkpoint.pieces import PIECE_BYTES, Span, pieces
+from ..checkpoint.saved import SavedStep
+from ..weights.base import frozen_paths, open_base
+from ..weights.load import Files
+from ..weights.names import Shape
+
+_Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """The parameters of a checkpoint. arrays: by path, each with the number of its first dims that count replicas.
+
+    lora: the section. factors: the paths of A and B of each adapted matrix, by its path. files: those of the base, if there is one.
+    """
+
+    saved: SavedStep
+    arrays: Mapping[str, tuple[ArrayEntry, int]]
+    lora: LoraConfig | None = None
+    factors: Mapping[str, tuple[str, str]]
+    files: Files | None = None
+
+    @staticmethod
+    def of(saved: SavedStep, model: Any = None, lora: LoraConfig | None = None) -> SavedModel:
+        """The model of a checkpoint. model, lora: the sections of its run. Raises InputError and DiskError if its base cannot be read."""
+        arrays = _arrays(saved)
+        pairs = {path: factors_of(path) for path in arrays} if lora is not None else {}
+        factors = {path: pair for path, pair in pairs.items() if arrays.keys() >= {*pair}}
+        made = SavedModel(saved=saved, arrays=arrays, lora=lora, factors=factors)
+        if saved.manifest.base is None:
+            return made
+        shapes = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in made.shapes.items()}
+        files = open_base(saved.manifest.base, model, shapes)
+        return SavedModel(saved=saved, arrays=arrays, lora=lora, factors=factors, files=files)
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shapes of the parameters, without the factors of adapters."""
+        of_adapters = {path for pair in self.factors.values() for path in pair}
+        return {path: entry.shape[n:] for path, (entry, n) in self.arrays.items() if path not in of_adapters}
+
+    def pieces(self, path: str) -> Iterator[tuple[Span, _Array]]:
+        """All parts of a parameter, each with its place, adapters added. Raises as `train.checkpoint.pieces.pieces` does."""
+        (entry, n), update = self.arrays[path], self._update(path)
+        files = self.files if path in frozen_paths(self.saved.manifest.base) else None
+        stored = pieces(self.saved, entry, num_whole=n)
+        for place, value in stored if files is None else files.pieces(path, entry.shape, entry.dtype, PIECE_BYTES):
+            mean = value.mean(axis=0, dtype=np.float32) if n else value
+            yield place[n:], mean if update is None else _added(mean, place[n:], *update)
+            # Otherwise they would stay while the next part is read.
+            del value, mean
+
+    def whole(self, path: str) -> _Array:
+        """A small parameter, such as a factor."""
+        entry, n = self.arrays[path]
+        value = next(pieces(self.saved, entry, num_whole=len(entry.shape)))[1]
+        return value.mean(axis=0, dtype=np.float32) if n else value
+
+    def _update(self, path: str) -> tuple[_Array, _Array] | None:
+        """A, times the scale, and B of a matrix. Raises InputError if their product has not the dims of the matrix, in order."""
+        if self.lora is None or path not in self.factors:
+            return None
+        a, b = (self.whole(factor).astype(np.float32) for factor in self.factors[path])
+        shape = self.shapes[path]
+        if (*a.shape[:-1], b.shape[-1]) == shape:
+            return self.lora.scale * a, b
+        if (*a.shape[:-2], b.shape[-1], a.shape[-2]) == shape:
+            # [out, in], as a head has it.
+            return np.swapaxes(b, -1, -2), self.lora.scale * np.swapaxes(a, -1, -2)
+        raise InputError([f"{path}: has the shape {list(shape)}, which is no stack of matrices, so its adapter cannot be merged"])
+
+
+def _added(value: _Array, place: Span, a: _Array, b: _Array) -> _Array:
+    """A part of a matrix and of its update, a · b."""
+    stack, rows, columns = place[:-2], place[-2], place[-1]
+    update = a[(*stack, rows)] @ b[(*stack, slice(None), columns)]
+    # In f32, as the model adds them, whatever the type of the matrix.
+    return value.astype(np.float32) + update
+
+
+def _arrays(saved: SavedStep) -> dict[str, tuple[ArrayEntry, int]]:
+    by_part: dict[str, dict[str, ArrayEntry]] = {}
+    for entry in saved.manifest.arrays:
+        part, _, path = entry.path.partition("/")
+        by_part.setdefault(part, {})[path] = entry
+    part = next(part for part in ("average", "anchor", "params") if part in by_part)
+    num_replicas = int(part == "average" and "anchor" in by_part)
+    frozen = by_part.get(FROZEN, {}) | frozen_paths(saved.manifest.base)
+    return {path: (entry, num_replicas) for path, entry in by_part[part].items()} | {path: (entry, 0) for path, entry in frozen.items()}

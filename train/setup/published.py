@@ -1,0 +1,66 @@
+"""The parameters of a published model as a run has them, from the files of its folder, and from those of an adapter (`lora.hf`).
+
+Everything that the two say about names and shapes is compared with the run's model before a tensor is read, also by `jgt check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..adapt.adapters import factors_of
+from ..models.config import ModelConfig
+from ..step.trained import merged
+from ..weights.adapters import Peft, read_peft
+from ..weights.described import published
+from ..weights.factors import Site, check_base, check_factors, load_factors
+from ..weights.load import Files, open_files
+from .setup import Setup
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedFiles:
+    """Files that fit the model of a run. peft: an adapter that it begins with. sites: the adapter's matrices, by the paths of A and B."""
+
+    files: Files
+    peft: Peft | None = None
+    sites: Mapping[tuple[str, str], Site] = field(default_factory=dict[tuple[str, str], Site])
+
+
+def open_published(setup: Setup, folder: Path) -> PublishedFiles:
+    """The files of a published model, and of an adapter. Raises InputError with every tensor that does not fit, and DiskError."""
+    adapters, model = setup.program.adapters, setup.run.config.model
+    assert isinstance(model, ModelConfig)
+    files = open_files(published(folder), model, base_shapes(setup))
+    if adapters is None or adapters.config.hf is None:
+        return PublishedFiles(files=files)
+    peft = read_peft(Path(adapters.config.hf))
+    sites = {factors_of(path): Site.of(files.sources[path], path, matrix.shape) for path, matrix in adapters.matrices.items()}
+    check_factors(peft, sites)
+    check_base(peft, folder)
+    return PublishedFiles(files=files, peft=peft, sites=sites)
+
+
+def base_shapes(setup: Setup) -> Any:
+    """The shapes of the parameters in a checkpoint, without those of adapters."""
+    shapes, adapters = setup.saved_params[0], setup.program.adapters
+    return shapes if adapters is None else adapters.divided(shapes)[0]
+
+
+def published_params(setup: Setup, folder: Path, first: Any = None) -> Any:
+    """The parameters of a published model, as the state has them. Raises as `open_published` does.
+
+    first: the parameters of a fresh state, from which new adapters come. None: it is made.
+    """
+    (shapes, shardings), adapters, found = setup.saved_params, setup.program.adapters, open_published(setup, folder)
+    if adapters is None:
+        return setup.stored_params(found.files.load(shapes, shardings))
+    places, of_adapters = adapters.divided(shardings)
+    params = found.files.load(base_shapes(setup), places)
+    if found.peft is None:
+        first = setup.model_params(setup.last_params(setup.init()) if first is None else first)
+        return setup.stored_params(merged(first, params))
+    factors = load_factors(found.peft, found.sites, adapters.config.scale, of_adapters)
+    return setup.stored_params(merged(params, factors))
