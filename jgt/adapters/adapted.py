@@ -10,8 +10,9 @@ arrays, so a scan over layers slices all of them.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -122,8 +123,18 @@ class Adapted:
         """The matrix in a turn of a scan, which has removed the first dim of all arrays."""
         return self._mapped(lambda part: Labelled(part.array, part.labels[1:]))
 
-    def passed(self, equation: Equation, operands: Sequence[Any]) -> Adapted:
-        """The result of an equation of which it is the first operand. Raises UnsupportedError."""
+    def passed(self, equation: Equation, operands: Sequence[Any]) -> list[Adapted]:
+        """The results of an equation of which it is the first operand. operands: the others. Raises UnsupportedError."""
+        params, name = equation.params, equation.primitive.name
+        if name == "split":
+            return self._divided(self.labels[params["axis"]], params["sizes"])
+        if name == "unstack":
+            label = self.labels[params["axis"]]
+            parts = self._divided(label, [1] * len(equation.outvars))
+            return [part._mapped(partial(_without, labels=[label])) for part in parts]
+        return [self._passed(equation, operands)]
+
+    def _passed(self, equation: Equation, operands: Sequence[Any]) -> Adapted:
         params, name = equation.params, equation.primitive.name
         is_cast = name == "convert_element_type" and jnp.issubdtype(params["new_dtype"], jnp.floating)
         if is_cast or name in ("name", "copy", "sharding_constraint"):
@@ -134,10 +145,7 @@ class Adapted:
         if name == "slice":
             strides = params["strides"] or (1,) * len(self.labels)
             ends = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-            cuts = {label: slice(*cut) for label, cut in zip(self.labels, ends, strict=True)}
-            return self._mapped(
-                lambda part: Labelled(part.array[tuple(cuts.get(label, slice(None)) for label in part.labels)], part.labels)
-            )
+            return self._cut({label: slice(*cut) for label, cut in zip(self.labels, ends, strict=True)})
         if name == "dynamic_slice":
             starts = dict(zip(self.labels, zip(operands, params["slice_sizes"], strict=True), strict=True))
             return self._mapped(partial(_dynamic_slice, starts=starts))
@@ -146,6 +154,16 @@ class Adapted:
         if name in ("reshape", "squeeze", "broadcast_in_dim") and math.prod(size) == math.prod(self.matrix.array.shape):
             return self._reshaped(size)
         raise UnsupportedError(f"is read by {name}")
+
+    def _divided(self, label: Label, sizes: Sequence[int]) -> list[Adapted]:
+        ends = list(itertools.accumulate(sizes))
+        return [self._cut({label: slice(end - size, end)}) for end, size in zip(ends, sizes, strict=True)]
+
+    def _cut(self, cuts: Mapping[Label, slice]) -> Adapted:
+        def cut(part: Labelled) -> Labelled:
+            return Labelled(part.array[tuple(cuts.get(label, slice(None)) for label in part.labels)], part.labels)
+
+        return self._mapped(cut)
 
     def _reshaped(self, shape: Sequence[int]) -> Adapted:
         # The matrix is reshaped at once.

@@ -54,8 +54,8 @@ def _adapted(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
             return [matrices[0].multiplied(equation, operands)]
         if len(matrices) == 1 and name == "ragged_dot_general" and operands[1] is matrices[0]:
             return [matrices[0].multiplied_by_group(equation, operands)]
-        if len(matrices) == 1 and operands[0] is matrices[0] and len(equation.outvars) == 1:
-            return [matrices[0].passed(equation, operands[1:])]
+        if len(matrices) == 1 and operands[0] is matrices[0]:
+            return matrices[0].passed(equation, operands[1:])
         raise UnsupportedError(f"is read by {name}")
     except UnsupportedError as error:
         plain = [_refused(x, str(error)) if isinstance(x, Adapted) else x for x in operands]
