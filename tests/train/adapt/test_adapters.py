@@ -77,7 +77,8 @@ def differentiated(setup):
     return float(value), flat(jax.jit(setup.storage.left)(gradient))
 
 
-@pytest.mark.parametrize("layout", [FSDP, *(pytest.param(one, marks=pytest.mark.slow) for one in MORE)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [FSDP, *MORE])
 def test_gradients_are_the_same_on_every_mesh(tiny_file, layout):
     value, gradient = differentiated(prepared(tiny_file, LORA, "mesh={data: 1}", "rules=null"))
     other, sharded = differentiated(prepared(tiny_file, LORA, *layout))
@@ -87,7 +88,10 @@ def test_gradients_are_the_same_on_every_mesh(tiny_file, layout):
         np.testing.assert_allclose(sharded[path], x, rtol=0, atol=1e-5 * np.max(np.abs(x)), err_msg=path)
 
 
-@pytest.mark.parametrize("overrides", [(), ("model.dtype=bf16",), ("model.dtype=bf16", "model.base_dtype=bf16")])
+BF16 = ("model.dtype=bf16", "model.base_dtype=bf16")
+
+
+@pytest.mark.parametrize("overrides", [(), *(pytest.param(one, marks=pytest.mark.slow) for one in (BF16[:1], BF16))])
 def test_a_run_begins_with_the_losses_of_the_base(tiny_file, overrides):
     base = [key for key in overrides if "base_dtype" not in key]
     plain, adapted = prepared(tiny_file, *base), prepared(tiny_file, LORA, *overrides)
@@ -114,6 +118,7 @@ def test_merged_parameters_have_the_same_logits(tiny_file):
     np.testing.assert_allclose(model.module(params, {})(tokens), merged, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_only_adapters_are_trained(tiny_file):
     setup = prepared(tiny_file, LORA, "lora.dropout=0.1", "optimizer.train=[norm/scale]", *FSDP)
     state = setup.init()
@@ -130,6 +135,7 @@ def test_only_adapters_are_trained(tiny_file):
         assert np.array_equal(x, first[path]) == (path not in trained), path
 
 
+@pytest.mark.slow
 def test_a_step_needs_fewer_flops(tiny_file):
     def flops(*overrides):
         setup = prepared(tiny_file, "model.embed=256", "model.ffn=768", "mesh={data: 1}", *overrides)
@@ -171,9 +177,10 @@ class Line(linen.Module):
 @pytest.mark.parametrize(
     ("kind", "factors"),
     [
-        (
+        pytest.param(
             "Small",
             {"hidden/lora_a": (16, 4), "blocks/1/query/lora_b": (4, 2, 8), "blocks/0/out/lora_a": (2, 8, 4), "head/lora_b": (4, 256)},
+            marks=pytest.mark.slow,
         ),
         ("Line", {"heads/lora_b": (4, 2, 8), "mix_lora_a": (8, 4), "head/lora_b": (4, 256)}),
     ],
@@ -198,9 +205,8 @@ def test_models_of_your_own(tmp_path, tiny_file, kind, factors):
 EXPERTS = ("model.experts={count: 4, choose: 2, ffn: 32}", 'lora={rank: 4, modules: ["experts/*", router, "{q,v}_proj"]}')
 
 
-@pytest.mark.parametrize(
-    "layout", [("rules=jgt:experts", "mesh={data: 2, fsdp: 1, expert: 4}"), pytest.param(FSDP, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [("rules=jgt:experts", "mesh={data: 2, fsdp: 1, expert: 4}"), FSDP])
 def test_experts_have_an_update_each(tiny_file, layout):
     whole = prepared(tiny_file, *EXPERTS, "mesh={data: 1}", "rules=null")
     params, model, adapters = moved(whole.last_params(whole.init())), whole.program.model, whole.program.adapters
@@ -237,6 +243,7 @@ def test_problems(tiny_file, overrides, problems):
 NAMES = {"o_proj": "attn/out", "down_proj": "mlp/down"}
 
 
+@pytest.mark.slow
 def test_a_run_has_the_losses_of_peft(tiny_file):
     golden = np.load(GOLDENS / "lora" / "llama.npz")
     tokens, seq = golden["tokens"].astype(np.int32), golden["tokens"].shape[2] - 1
