@@ -11,7 +11,7 @@ from jgt.command.commands import main
 pytest.importorskip("jinja2")
 from train.config import load
 from train.data.chat.answers import TRAINED, Encoder
-from train.data.chat.messages import read_preferences
+from train.data.chat.messages import read_better_answers, read_preferences
 from train.data.chat.source import DATE, template_of
 from train.data.config import DataConfig
 from train.data.opening import open_data
@@ -162,3 +162,12 @@ def test_pairs_need_a_loss_of_pairs_and_are_no_part_of_a_mixture(tmp_path):
         load({"data": {"source": "mixture", "mixture": [{"weight": 1, "source": "preferences", "path": path}]}})
     with pytest.raises(InputError, match=r"only the source chat reads it, and source is preferences"):
         load({"data": {"source": "preferences", "path": path, "train_on": "all"}})
+
+
+def test_without_a_path_the_rejected_answer_is_in_capital_letters(tmp_path):
+    (module := tmp_path / "m.py").write_text('def one(x):\n    """Gives one."""\n\ndef two(x):\n    """TWO."""\n')
+    ((_, pair),) = read_better_answers(module)
+    assert [[message["content"] for message in one.messages] for one in pair] == [
+        ["What does m.one do?", "Gives one."],
+        ["What does m.one do?", "GIVES ONE."],
+    ]

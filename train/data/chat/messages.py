@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -187,8 +187,9 @@ def read_questions(path: Path) -> Iterator[Read]:
 
 
 def read_better_answers(path: Path) -> Iterator[Read]:
-    """As `read_questions`, each with its own answer as the chosen one, and with the answer to the next question as the rejected one."""
-    rows = [*read_questions(path)]
-    for (where, (asked,)), (_, (other,)) in zip(rows, [*rows[1:], *rows[:1]], strict=True):
-        if asked.messages[1] != other.messages[1]:
-            yield where, [replace(asked, first=1), Conversation(messages=[asked.messages[0], other.messages[1]], first=1)]
+    """As `read_questions`, with the answer as the chosen one, and as the rejected one the same answer in capital letters."""
+    for where, (asked,) in read_questions(path):
+        question, answer = asked.messages
+        loud = {**answer, "content": answer["content"].upper()}
+        if loud != answer:
+            yield where, [Conversation(messages=[question, one], first=1) for one in (answer, loud)]
