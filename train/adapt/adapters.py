@@ -45,7 +45,6 @@ class Adapters:
     def of(model: Model, config: LoraConfig, call: Use, where: str) -> Adapters:
         """The adapters of a model. call: calls the module as in training. where: the place of `lora.modules`. Raises InputError."""
         shapes = jax.eval_shape(model.init, jax.eval_shape(jax.random.key, 0))
-        wanted = dict.fromkeys(config.modules, 0)
 
         def run(params: Any, variables: Any) -> Any:
             return model.run(call, params, variables, True)
@@ -54,7 +53,7 @@ class Adapters:
         paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(shapes[0])]
         problems: list[str] = []
         chosen: dict[str, Matrix] = {}
-        for pattern in wanted:
+        for pattern in config.modules:
             named = [path for path in paths if _names(pattern, path)]
             matrices = [found[path] for path in named if path in found]
             fitting = {m.path: m for m in matrices if not m.problem}
