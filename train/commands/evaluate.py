@@ -31,6 +31,9 @@ from ..run.start import Feed
 from ..run.train import opened_data
 from ..sections import is_installed
 
+_NATS = "nats per token"
+"""The unit of the trainer's own loss, which alone has a perplexity."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """`jgt eval MODEL`. Returns the exit code: 2 if the input is wrong, and stderr says why."""
@@ -84,6 +87,7 @@ def _results(arguments: argparse.Namespace, mesh: Mapping[str, int] | None) -> t
     loaded = load_model(arguments.model, overrides, code=arguments.code, sharded=is_sharded, mesh=mesh, rules=arguments.rules)
     result: dict[str, Any] = {"model": arguments.model, "step": loaded.step}
     if is_own:
+        result["loss"] = loaded.setup.run.config.train.loss or _NATS
         result["held_out"] = _held_out(loaded)
     if arguments.text:
         losses = evaluate_texts(Scorer(loaded, arguments.batch), arguments.text, field=arguments.field, stride=arguments.stride)
@@ -143,8 +147,12 @@ def _print(result: Mapping[str, Any], table: str) -> None:
     console = Console()
     if "held_out" in result:
         values: Mapping[str, float] = result["held_out"]
-        rows = [[name, f"{value:.4f}", f"{math.exp(min(value, 700)):,.2f}" if "loss" in name else ""] for name, value in values.items()]
-        console.print(Console.table(f"Held-out data, step {result['step']}", ["metric", "value", "perplexity"], 1, rows))
+        perplexity = ["perplexity"] if result["loss"] == _NATS else []
+        rows = [
+            [name, f"{value:.4f}", *(f"{math.exp(min(value, 700)):,.2f}" if "loss" in name else "" for _ in perplexity)]
+            for name, value in values.items()
+        ]
+        console.print(Console.table(f"Held-out data, step {result['step']}", ["metric", "value", *perplexity], 1, rows))
     if "text" in result:
         columns = ["text", "documents", "tokens", "bytes", "loss", "perplexity", "bits/byte"]
         rows = [
