@@ -30,9 +30,9 @@ STAGES = (
 MORE = (
     THREE,
     STAGES,
-    ("rules=jgt:zero1", "train.accumulate=2"),
+    ("rules=jgt:zero1", "mesh={data: 8}", "train.accumulate=2"),
     ("rules=jgt:overlap", "mesh={data: 2, fsdp: 2, tensor: 2}", "train.remat=block"),
-    ("sync={axis: data, every: 1}",),
+    ("sync={axis: data, every: 1}", "mesh={data: 8}"),
     (*STAGES[:-1], "pipeline={signal: layers, microbatches: 4, schedule: zb}", "train.remat=matmuls"),
 )
 
