@@ -33,7 +33,7 @@ def test_the_losses_are_those_of_training(layout, tiny, text_file, tmp_path, cap
     expected = {key: value for key, value in row.items() if key.startswith("eval_loss")}
     assert len(expected) == 3
     result = evaluated(capsys, tmp_path / "run")
-    assert result == {"model": str(tmp_path / "run"), "step": 3, "held_out": expected}
+    assert result == {"model": str(tmp_path / "run"), "step": 3, "loss": "nats per token", "held_out": expected}
 
 
 @pytest.mark.slow
