@@ -48,7 +48,7 @@ def with_reference(setup: Setup, data: Data, first: Callable[[], State] | None =
     config = setup.run.config
     if config.train.loss != DPO or not data.pairs:
         return data
-    model = [repr(config.model), config.checkpoint.weights, config.run.seed]
+    model = [repr(config.model), repr(config.lora), config.checkpoint.weights, config.run.seed]
     file, identity = config.run.path / SCORES, json.dumps([data.fingerprint, model], sort_keys=True)
     known = _read(file, identity)
     if known is None and first is None:

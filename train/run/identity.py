@@ -24,10 +24,13 @@ from ..checkpoint.disk import DiskError, describe
 from ..checkpoint.steps import FOLDER, Steps, find_steps
 from ..code.files import COPY, read_code
 from ..config import Run
+from ..sections import DPO
 from .folder import CONFIG, DATA, place_problems
 
 FIXED = ("model", "data", "run.seed", "lora", "optimizer.name", "optimizer.train", "code")
 """Keys that must not change between two starts of a run, and the user's own code. All else (mesh, rules, steps, batch, ...) may."""
+_REFERENCE = "checkpoint.weights"
+"""As `FIXED` with `train.loss: dpo`, which compares the model with the one that the run began as (`train.evaluate.reference`)."""
 _BASE = "base"
 """As `FIXED`, the contents of the folder that has frozen parameters (`train.weights.base`)."""
 _MAX_BYTES = 1_000_000
@@ -47,7 +50,7 @@ class Resume:
 
 def read_resume(resume: str, allow: Sequence[str], folder: Path) -> Resume:
     """The flags `--resume` (auto, never or a path) and `--allow-change` (keys) of a run in this folder. Raises InputError."""
-    problems, allowed = [], (*FIXED, _BASE)
+    problems, allowed = [], (*FIXED, _REFERENCE, _BASE)
     for key in allow:
         if not any(_is_below(key, section) for section in allowed):
             keys = f"It takes these keys and the keys below them: {', '.join(allowed)}"
@@ -88,7 +91,7 @@ def check_folder(run: Run, resume: Resume) -> None:
     if resume.never or not path.is_file():
         return
     before = document.read(path).plain()
-    problems = _changed(run, {**{key: _get(before, key) for key in FIXED}, "code": code_of(folder)}, str(path), resume.allow)
+    problems = _changed(run, {**{key: _get(before, key) for key in _fixed(run)}, "code": code_of(folder)}, str(path), resume.allow)
     if problems:
         raise InputError(problems)
 
@@ -154,7 +157,8 @@ def fingerprints(run: Run, data: Mapping[str, Any]) -> dict[str, Any]:
 def _fixed(run: Run) -> dict[str, Any]:
     # As in a file, so that values compare equal to the ones there: a tuple is a list.
     resolved = Node.of(run.resolved(), "config").plain()
-    return {**{key: _get(resolved, key) for key in FIXED}, "code": run.code.checksum or None}
+    keys = (*FIXED, _REFERENCE) if run.config.train.loss == DPO else FIXED
+    return {**{key: _get(resolved, key) for key in keys}, "code": run.code.checksum or None}
 
 
 def _changed(run: Run, before: Mapping[str, Any], where: str, allow: Sequence[str]) -> list[str]:

@@ -108,7 +108,7 @@ def test_other_data_may_be_allowed(tiny, started):
 def test_a_misspelt_key_has_its_nearest_name(key, near):
     assert problems(read_resume, "auto", [key], Path()) == (
         f"command line: --allow-change: {key}: unknown key. Did you mean '{near}'? It takes these keys and the keys below them: "
-        "model, data, run.seed, lora, optimizer.name, optimizer.train, code, base",
+        "model, data, run.seed, lora, optimizer.name, optimizer.train, code, checkpoint.weights, base",
     )
 
 
@@ -117,7 +117,7 @@ def test_keys_that_cannot_be_allowed(key):
     (problem,) = problems(read_resume, "auto", ["model.layers", key], Path())
     assert problem == (
         f"command line: --allow-change: {key}: is not a key that needs to be allowed. "
-        "It takes these keys and the keys below them: model, data, run.seed, lora, optimizer.name, optimizer.train, code, base"
+        "It takes these keys and the keys below them: model, data, run.seed, lora, optimizer.name, optimizer.train, code, checkpoint.weights, base"
     )
 
 

@@ -10,6 +10,8 @@ pytest.importorskip("jinja2")
 from jgt.document import InputError
 from train.data.opening import open_data
 from train.evaluate.reference import SCORES, with_reference
+from train.run.history import begin_folder
+from train.run.identity import Resume, check_folder
 from train.run.replay import replay
 from train.run.train import train
 from train.setup import prepare
@@ -77,6 +79,13 @@ def test_a_lost_file_is_computed_again(run_of, tmp_path, stopped_at):
     train(run_of())
     assert file.read_bytes() == before
     assert replay(run_of(), 4).fault == "none"
+
+
+def test_a_run_keeps_the_model_that_its_reference_came_from(run_of, tmp_path):
+    begin_folder(run_of("checkpoint.weights=first"), {})
+    with pytest.raises(InputError, match=r"checkpoint\.weights: is null, but .* was started with 'first'\. Change it back"):
+        check_folder(run_of(), Resume())
+    check_folder(run_of(), Resume(allow=("checkpoint.weights",)))
 
 
 @pytest.mark.parametrize(
