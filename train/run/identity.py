@@ -31,6 +31,8 @@ FIXED = ("model", "data", "run.seed", "lora", "optimizer.name", "optimizer.train
 """Keys that must not change between two starts of a run, and the user's own code. All else (mesh, rules, steps, batch, ...) may."""
 _REFERENCE = "checkpoint.weights"
 """As `FIXED` with `train.loss: dpo`, which compares the model with the one that the run began as (`train.evaluate.reference`)."""
+_PER_RUN = ("lora.dropout", "lora.hf")
+"""Keys that may differ from those of the run whose adapters a run begins with."""
 _BASE = "base"
 """As `FIXED`, the contents of the folder that has frozen parameters (`train.weights.base`)."""
 _MAX_BYTES = 1_000_000
@@ -113,6 +115,8 @@ def check_weights(run: Run) -> None:
     if named is None and not steps.listed():
         why = f"no checkpoint in {weights}" if os.path.lexists(weights) else f"{weights} does not exist"
         remedy = "Name a run directory, or one of the steps in its checkpoints/"
+        if (Path(weights) / "config.json").is_file():
+            remedy = "A folder of Hugging Face belongs in model.hf"
         raise InputError([f"{run.where('checkpoint.weights')}: checkpoint.weights: {why}. {remedy}"])
 
 
@@ -146,6 +150,17 @@ def check_model(run: Run, before: Mapping[str, Any], weights: Path) -> None:
     different = [f"{key} is {shown(old)} there and {shown(new)} here" for key, old, new in _differences("model", old, _fixed(run)["model"])]
     if isinstance(old, dict) and different:
         remedy = "Write the same model section, or name other weights"
+        raise InputError([f"{run.where('checkpoint.weights')}: checkpoint.weights: {weights}: {', '.join(different)}. {remedy}"])
+
+
+def check_adapters(run: Run, before: Mapping[str, Any], weights: Path) -> None:
+    """Raises InputError if the run would leave out or change the adapters of a checkpoint, whose fingerprints are `before`."""
+    old = _get(before, "config.lora")
+    differences = [] if old is None else _differences("lora", old, _fixed(run)["lora"])
+    if different := [
+        f"{key} is {_shown(key, was)} there and {_shown(key, now)} here" for key, was, now in differences if key not in _PER_RUN
+    ]:
+        remedy = "Write the same lora section, or begin with the model that jgt export --merge writes (model.hf)"
         raise InputError([f"{run.where('checkpoint.weights')}: checkpoint.weights: {weights}: {', '.join(different)}. {remedy}"])
 
 

@@ -41,7 +41,7 @@ from ..step.state import OPTIONAL, State
 from ..step.trained import merged
 from ..weights.base import base_in, inherited_base, restored_frozen, restored_params, resumed_base
 from ..weights.safetensors import has_weights
-from .identity import Resume, check_model, check_origin
+from .identity import Resume, check_adapters, check_model, check_origin
 from .replicas import check_phase, lifted_shapes, restored_of_one, saved_replicas, with_replicas
 
 _Restored = TypeVar("_Restored")
@@ -169,6 +169,7 @@ class Start:
         state: a fresh one, which has the adapters that a checkpoint of the base lacks.
         """
         setup, cast = self.setup, self.setup.run.config.checkpoint.cast
+        check_adapters(setup.run, saved.manifest.fingerprints, saved.folder)
         with self.phase("restore", step=0):
             try:
                 params = self._with_fresh_adapters(state, saved, partial(saved_params, setup, saved, cast=cast))

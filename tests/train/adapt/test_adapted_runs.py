@@ -6,6 +6,8 @@ import pytest
 
 import jgt
 from jgt import path_text
+from jgt.document import InputError
+from train.run.identity import check_adapters, fingerprints
 from train.run.train import train
 
 LORA = 'lora={rank: 4, alpha: 8, modules: ["{q,k,v}_proj", out], dropout: 0.1}'
@@ -38,3 +40,19 @@ def test_adapters_begin_at_another_run_and_resume(tiny, tmp_path, stopped_at, la
     (answer,) = run.generate([[1, 2, 3]], tokens=4, temperature=0)
     longer = [1, 2, 3, *answer.tokens[:-1]]
     assert [int(n) for n in np.argmax(run.logits([longer])[0, 2:], -1)] == list(answer.tokens)
+
+
+@pytest.mark.parametrize(
+    ("lora", "problem"),
+    [
+        ("null", r"lora is \{.* there and null here\. Write the same lora section, or begin with the model that jgt export --merge writes"),
+        (LORA.removeprefix("lora=").replace("alpha: 8", "alpha: 16"), "lora.alpha is 8.0 there and 16.0 here"),
+        (LORA.removeprefix("lora=").replace(", out", ""), "lora.modules is .* there and .* here"),
+    ],
+)
+def test_adapters_are_not_left_out_or_read_differently(tiny, tmp_path, lora, problem):
+    before = fingerprints(tiny(LORA), {})
+    check_adapters(tiny(LORA.replace("dropout: 0.1", "dropout: 0")), before, tmp_path)
+    check_adapters(tiny(LORA), fingerprints(tiny(), {}), tmp_path)
+    with pytest.raises(InputError, match=problem):
+        check_adapters(tiny(f"lora={lora}"), before, tmp_path)
