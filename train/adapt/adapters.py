@@ -59,7 +59,10 @@ class Adapters:
             fitting = {m.path: m for m in matrices if not m.problem}
             chosen |= fitting
             if not named:
-                problems.append(f"no module or parameter matches {pattern!r}. {nearest(pattern, _possible(found))}")
+                near = nearest(pattern, _possible(found), lists=False)
+                problems.append(
+                    f"no module or parameter matches {pattern!r}. {near}{near and ' '}Modules: {', '.join(_modules(found)[:12])}"
+                )
             elif not fitting:
                 why = next((f"{m.path} {m.problem}" for m in matrices), f"{named[0]} is not a matrix")
                 problems.append(f"{pattern!r} matches no matrix that can be adapted: {why}. {nearest(pattern, _possible(found))}")
@@ -158,9 +161,11 @@ def _names(pattern: str, path: str) -> bool:
 
 def _possible(found: Mapping[str, Matrix]) -> list[str]:
     """Patterns of parameters that can be adapted: their modules and they."""
-    fitting = [path for path, matrix in found.items() if not matrix.problem]
-    modules = [path.removesuffix("/kernel").rpartition("/")[2] for path in fitting]
-    return list(dict.fromkeys([*modules, *fitting]))
+    return [*_modules(found), *(path for path, matrix in found.items() if not matrix.problem)]
+
+
+def _modules(found: Mapping[str, Matrix]) -> list[str]:
+    return list(dict.fromkeys(path.removesuffix("/kernel").rpartition("/")[2] for path, m in found.items() if not m.problem))
 
 
 def _of_path(key: jax.Array, path: str) -> jax.Array:

@@ -112,7 +112,7 @@ def _object(where: str, line: bytes) -> Record | TextError:
         # Python's JSON parser recurses once per level of nesting.
         return TextError(f"{where}: the JSON is nested too deeply")
     except ValueError as error:
-        return TextError(f"{where}: not valid JSON: {error}")
+        return TextError(f"{where}: not valid JSON: {error}. Write one JSON object in each line")
     if not isinstance(document, dict):
         return TextError(f"{where}: must be a JSON object, not {Node(document, where).in_words()}")
     return where, document

@@ -124,7 +124,10 @@ def with_adapter(root: Node) -> Node:
     model = root.find("model.hf")
     if model.key != "model.hf" or not isinstance(model.value, str):
         raise InputError([place.problem("is an adapter of a published model. Name the model's folder: model.hf")])
-    peft = read_peft(Path(place.value))
+    try:
+        peft = read_peft(Path(place.value))
+    except InputError as error:
+        raise InputError([place.problem(problem) for problem in error.problems]) from None
     keys = peft.section(published(Path(model.value)).family)
     both = [(child, keys[key]) for key, child in lora.children.items() if key in keys and key != "dropout"]
     different = [child.problem(f"{peft.path} says {shown(value)}. Leave the key out") for child, value in both if child.plain() != value]

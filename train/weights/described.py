@@ -168,7 +168,10 @@ def with_published(root: Node) -> Node:
     if root.find("model.hf").key != "model.hf" or not isinstance(name, str) or is_resolved:
         # The config.yaml of a run has every key, wherever the folder is now.
         return root
-    described = published(Path(name))
+    try:
+        described = published(Path(name))
+    except InputError as error:
+        raise InputError([root.find("model.hf").problem(problem) for problem in error.problems]) from None
     file = described.file
     both = [(child, described.keys[key]) for key, child in model.children.items() if key in described.keys and key != "seq"]
     different = [child.problem(f"{file} says {shown(value)}. Leave the key out") for child, value in both if child.plain() != value]

@@ -225,7 +225,8 @@ def test_experts_have_an_update_each(tiny_file, layout):
     ("overrides", "problems"),
     [
         (["lora={modules: []}"], ["lora.modules: [] adapts nothing"]),
-        (["lora={modules: [q_porj]}"], ["lora.modules: no module or parameter matches 'q_porj'. Did you mean 'q_proj'?"]),
+        (["lora={modules: [q_porj]}"], ["lora.modules: no module or parameter matches 'q_porj'. Did you mean 'q_proj'? Modules: "]),
+        (["lora={modules: [self_attention]}"], ["lora.modules: no module or parameter matches 'self_attention'. Modules: "]),
         (["lora={modules: [embed]}"], ["'embed' matches no matrix that can be adapted: embed/embedding is read by gather"]),
         (["lora={modules: [attn_norm, q_proj]}"], ["'attn_norm' matches no matrix that can be adapted: layers/attn_norm/scale is read by"]),
         (["lora={}", "model.fp8=true"], ["lora: adapts matmuls in f32 or bf16, but model.fp8 is true"]),

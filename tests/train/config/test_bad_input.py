@@ -183,7 +183,7 @@ def test_rules_against_the_mesh(write, refused):
         ("model: {rope_scaling: {kind: longrope}}", ":1: model.rope_scaling.kind: longrope needs the divisors short and long"),
         ("model: {rope_scaling: {low: 2.0}}", ":1: model.rope_scaling.low: is not a key of linear. Keys of it: kind, factor, magnitude"),
         ("model: {gated: false, experts: {}}", ":1: model.experts: experts are gated MLPs behind the attention"),
-        ("model: {hf: /no/such/folder}", "/no/such/folder: cannot be read: No such file or directory. Name a folder with config.json"),
+        ("model: {hf: /no/such/folder}", ":1: model.hf: /no/such/folder: cannot be read: No such file or directory. Name a folder"),
         ("train:\n  steps: 1\n  steps: 2", ":3: train.steps: this key is given twice; the first is at"),
         ("train: &a {}\nmodel: 3", ":1: train: the anchor &a is not allowed"),
         ("train: [1]", ":1: train: must be a mapping of keys to values, not a list"),

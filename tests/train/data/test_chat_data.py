@@ -257,9 +257,14 @@ def one(*messages, **more):
 
 
 Q, A = MESSAGES
+SHAPES = "A conversation is one of {messages: [{role, content}, ..]}, {conversations: [{from, value}, ..]}, {instruction, input, output}"
 LINES = {
     "no_json": ('{"messages": [', "not valid JSON"),
     "a_list": ([Q, A], "must be a JSON object, not a list"),
+    "preferences": (
+        {"chosen": "b", "rejected": "c"},
+        f"has the keys 'chosen', 'rejected'. {SHAPES}. Pairs of answers have the source preferences",
+    ),
     "other_keys": ({"prompt": "a", "answer": "b"}, "has the keys 'prompt', 'answer'. A conversation is one of {messages: "),
     "no_list": ({"messages": "Hello"}, "messages: must be a list of messages"),
     "no_messages": ({"messages": []}, "messages: must be a list of messages"),

@@ -117,7 +117,8 @@ def test_keys_that_cannot_be_allowed(key):
     (problem,) = problems(read_resume, "auto", ["model.layers", key], Path())
     assert problem == (
         f"command line: --allow-change: {key}: is not a key that needs to be allowed. "
-        "It takes these keys and the keys below them: model, data, run.seed, lora, optimizer.name, optimizer.train, code, checkpoint.weights, base"
+        "It takes these keys and the keys below them: model, data, run.seed, lora, optimizer.name, optimizer.train, code, "
+        "checkpoint.weights, base"
     )
 
 

@@ -129,7 +129,8 @@ def _messages_of(row: Mapping[str, Any]) -> Any:
         if not all(isinstance(part, str) for part in parts):
             raise InputError(["instruction and input: must be texts"])
         return [*before, {"role": "user", "content": "\n\n".join(parts)}, {"role": "assistant", "content": row["output"]}]
-    raise InputError([f"has the keys {', '.join(map(shown, [*row][:12])) or 'none'}. {_SHAPES}"])
+    more = ". Pairs of answers have the source preferences" if {*ANSWERS} <= row.keys() else ""
+    raise InputError([f"has the keys {', '.join(map(shown, [*row][:12])) or 'none'}. {_SHAPES}{more}"])
 
 
 def _pair_of(row: Mapping[str, Any]) -> list[tuple[Any, int]]:

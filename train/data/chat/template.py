@@ -134,7 +134,9 @@ class ChatTemplate:
                     raise ValueError(f"its text is longer than {_MAX_TEXT:,} characters")
         # A template is a program, which may fail in any way.
         except Exception as error:
-            raise InputError([f"{self.file}: the chat template cannot write these messages: {error}"]) from None
+            raise InputError(
+                [f"{self.file}: the chat template cannot write these messages: {error}. Change them, or the template"]
+            ) from None
         return "".join(pieces)
 
 
