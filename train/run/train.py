@@ -137,7 +137,8 @@ def _with_reference(setup: Setup, data: Data, watch: Watch, records: Records, sc
     """The data, in which pairs of answers have their log-probabilities under the model before the first step."""
     if not data.pairs:
         return data
-    start = Start(setup, data.fingerprint, lambda name, **details: contextlib.nullcontext(), screen.say)
+    # Silent: what the run begins with is said when it begins.
+    start = Start(setup, data.fingerprint, lambda name, **details: contextlib.nullcontext(), lambda line: None)
     with watch.phase("eval"), records.phase("eval", step=0, what="reference"):
         watch.begin_unlimited("scoring pairs of answers with the model before the first step")
         return with_reference(setup, data, lambda: start.fresh().state, screen.say)
