@@ -7,7 +7,7 @@ import pytest
 
 import jgt
 from train.config import load
-from train.setup import prepare, program
+from train.setup import losses, prepare
 
 RULES = jgt.make_rules({"axes": {"batch": ["data"]}, "params": {"w": [None, "tensor"]}, "default": "replicate"})
 SIZES = {"data": 2, "tensor": 4}
@@ -144,7 +144,7 @@ TINY = ["model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=4",
 )
 def test_the_trainer_calls_its_loss_once_for_each_batch_size(config, overrides, calls, monkeypatch):
     counted = []
-    make_loss = program.make_loss
+    make_loss = losses.make_loss
 
     def make(*args, **kwargs):
         loss = make_loss(*args, **kwargs)
@@ -155,7 +155,7 @@ def test_the_trainer_calls_its_loss_once_for_each_batch_size(config, overrides, 
 
         return counting
 
-    monkeypatch.setattr(program, "make_loss", make)
+    monkeypatch.setattr(losses, "make_loss", make)
     made = prepare(load(f"configs/{config}.yaml", [*TINY, *overrides]))
     made.train_step().lower(*made.step_shapes)
     jax.eval_shape(made.objective.evaluated, made.shapes.params, made.shapes.variables, made.batch_shapes)

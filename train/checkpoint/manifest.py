@@ -256,7 +256,7 @@ def _base(values: Mapping[str, Any]) -> Base:
     path, sha256 = (_check_kind(str, values[key]) for key in ("path", "sha256"))
     arrays = tuple(map(_array_entry, _check_kind(list, values["arrays"])))
     if odd := [array.path for array in arrays if not array.path.startswith(f"{FROZEN}/")]:
-        raise ValueError(f"{shown(odd[0])} is no frozen parameter")
+        raise ValueError(f"{shown(odd[0])} is not a frozen parameter")
     return Base(path=path, sha256=sha256, arrays=arrays)
 
 

@@ -49,7 +49,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     if arguments.adapter is not None:
         if not (Path(arguments.model.removeprefix("hf:")) / "config.json").is_file():
             remedy = "A run has its own adapter, and jgt export writes its model as such a folder"
-            raise InputError([f"command line: --adapter: {arguments.model} is no folder of Hugging Face. {remedy}"])
+            raise InputError([f"command line: --adapter: {arguments.model} is not a folder of Hugging Face. {remedy}"])
         overrides = [*overrides, f"lora.hf={json.dumps(arguments.adapter)}"]
     loaded = load_writer(arguments.model, overrides, arguments.code)
     chat = Chat.of(loaded.tokenizer, loaded.setup.run.config.data) if arguments.chat else None

@@ -2,7 +2,7 @@
 
 `train.loss: dpo` compares the model with the one that it began as (`train.step.preference`). That one never changes, so a run computes its
 log-probabilities once, before the first step, and keeps them in its directory. No step holds a second model, and a run that resumes on
-another mesh reads the same bits. Without the file they are computed again, because the first state follows from the run's config alone.
+another mesh reads the same bits. Without the file they are computed again, from the state that the run's config begins with.
 """
 
 from __future__ import annotations
@@ -39,18 +39,21 @@ _DATA = "data"
 """The name in the file of the identity of the pairs and of the model."""
 
 
-def with_reference(setup: Setup, data: Data, first: Callable[[], State] | None = None, say: Callable[[str], None] = say) -> Data:
+def with_reference(
+    setup: Setup, data: Data, first: Callable[[], State] | None = None, say: Callable[[str], None] = say, *, has_begun: bool = True
+) -> Data:
     """The data of a run with the reference's log-probabilities, f32[b, 2] in a batch, if its loss compares with a reference.
 
     first: makes the state before the first step, where the run's directory may lack the numbers, and gets them. say: prints a line for a
-    person. Raises InputError if they are missing without `first`, and OSError where they cannot be stored.
+    person. has_begun: whether the run has taken steps. Before them, the numbers are computed at each start, because `checkpoint.weights`
+    may name a run that still trains. Raises InputError if they are missing without `first`, and OSError where they cannot be stored.
     """
     config = setup.run.config
     if config.train.loss != DPO or not data.pairs:
         return data
     model = [repr(config.model), repr(config.lora), config.checkpoint.weights, config.run.seed]
     file, identity = config.run.path / SCORES, json.dumps([data.fingerprint, model], sort_keys=True)
-    known = _read(file, identity)
+    known = _read(file, identity) if has_begun else None
     if known is None and first is None:
         raise InputError(
             [f"{file}: lacks the reference's log-probabilities of these pairs. The run computes them when it is started again"]

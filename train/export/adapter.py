@@ -82,7 +82,7 @@ def _modules(form: Form, model: SavedModel) -> dict[str, list[tuple[str, Site]]]
     """The adapted matrices of each module, by its name with {l}. Raises InputError for what an adapter of PEFT does not hold."""
     factors = {path for pair in model.factors.values() for path in pair}
     others = [path for path, (entry, _) in model.arrays.items() if path not in factors and not entry.path.startswith("frozen/")]
-    problems = [f"{path}: is trained, too, and is no part of an adapter" for path in others]
+    problems = [f"{path}: is trained, too, and is not a part of an adapter" for path in others]
     sources, shapes = form.sources(model.shapes), model.shapes
     modules: dict[str, list[tuple[str, Site]]] = {}
     for path in model.factors:

@@ -111,7 +111,7 @@ def train(
         )
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         with _closed_afterwards(checkpoints, records):
-            data = _with_reference(setup, data, watch, records, screen)
+            data = _with_reference(setup, data, watch, records, screen, has_begun=checkpoints.newest() > 0)
             loop = Loop(setup, data, screen, records, checkpoints, exports, watch, faults, profiler, lock, tasks)
             position = loop.run(resume)
             done = position.step >= loop.num_steps
@@ -133,7 +133,7 @@ def _tasks(setup: Setup) -> TaskMetrics | None:
     return tasks
 
 
-def _with_reference(setup: Setup, data: Data, watch: Watch, records: Records, screen: Screen) -> Data:
+def _with_reference(setup: Setup, data: Data, watch: Watch, records: Records, screen: Screen, *, has_begun: bool) -> Data:
     """The data, in which pairs of answers have their log-probabilities under the model before the first step."""
     if not data.pairs:
         return data
@@ -141,7 +141,7 @@ def _with_reference(setup: Setup, data: Data, watch: Watch, records: Records, sc
     start = Start(setup, data.fingerprint, lambda name, **details: contextlib.nullcontext(), lambda line: None)
     with watch.phase("eval"), records.phase("eval", step=0, what="reference"):
         watch.begin_unlimited("scoring pairs of answers with the model before the first step")
-        return with_reference(setup, data, lambda: start.fresh().state, screen.say)
+        return with_reference(setup, data, lambda: start.fresh().state, screen.say, has_begun=has_begun)
 
 
 def _claim_folder(run: Run, data: Data, resume: Resume, screen: Screen, closing: contextlib.ExitStack) -> Lock:

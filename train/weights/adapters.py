@@ -65,7 +65,7 @@ class Peft:
         layer = re.compile(re.escape(family.layer).replace(r"\{l\}", r"\d+"))
         inner = {module: layer.sub("", module, count=1) for module in self.modules}
         if unknown := [module for module, name in inner.items() if name not in ours]:
-            why = "is no module of the model that jgt can adapt. Known are"
+            why = "is not a module of the model that jgt can adapt. Known are"
             raise InputError(first(f"{self.file}: {module}: {why} {', '.join(sorted(ours))}" for module in unknown))
         modules = dict.fromkeys(one for name in inner.values() for one in ours[name])
         of_all = {"rank": self.rank, "alpha": self.alpha, "stabilized": self.stabilized, "dropout": self.dropout}
@@ -144,7 +144,8 @@ def _problems(shapes: Mapping[str, _Shape]) -> Iterator[str]:
     for name, shape in shapes.items():
         match = _NAME.fullmatch(name)
         if match is None:
-            yield f"{shown(name)}: is no factor of a module, such as {FACTOR.format(module='model.layers.0.self_attn.q_proj', factor='A')}"
+            example = FACTOR.format(module="model.layers.0.self_attn.q_proj", factor="A")
+            yield f"{shown(name)}: is not a factor of a module, such as {example}"
             continue
         other = FACTOR.format(module=match[1], factor="BA"["AB".index(match[2])])
         if len(shape) != 2 or not all(shape):

@@ -69,6 +69,21 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(run_of, tmp_path, stopped
 
 
 @pytest.mark.slow
+def test_a_start_before_the_first_checkpoint_scores_again(run_of, tmp_path, stopped_at):
+    """The run that it begins with may have trained on meanwhile."""
+    base = ["train.loss=dpo", "optimizer.lr=0.1", f"run.dir={tmp_path / 'base'}"]
+    train(run_of(*base, "train.steps=2"))
+    weights = f"checkpoint.weights={tmp_path / 'base'}"
+    with stopped_at(1):
+        train(run_of(weights))
+    before = (file := tmp_path / "run" / SCORES).read_bytes()
+    train(run_of(*base, "train.steps=4"))
+    train(run_of(weights))
+    assert file.read_bytes() != before
+    assert losses(tmp_path / "run")[1] == pytest.approx(math.log(2), abs=1e-6)
+
+
+@pytest.mark.slow
 def test_a_lost_file_is_computed_again(run_of, tmp_path, stopped_at):
     with stopped_at(3):
         train(run_of())

@@ -170,7 +170,7 @@ def clocked(monkeypatch):
     class Fake(SimpleNamespace):
         is_saving = False
 
-        def save(self, state, step, samples, phase):
+        def save(self, state, step, *_):
             if step in self.bad:
                 raise SaveError("no room")
             saved.append(step)

@@ -138,9 +138,9 @@ FORGED = {
     "half": (rename(B, A.replace("q_proj", "k_proj")), f"{A}: {B} is missing"),
     "embedding": (
         rename(A, "base_model.model.model.embed_tokens.lora_embedding_A"),
-        "embed_tokens.lora_embedding_A': is no factor of a module",
+        "embed_tokens.lora_embedding_A': is not a factor of a module",
     ),
-    "whole module": (rename(A, "base_model.model.lm_head.weight"), "base_model.model.lm_head.weight': is no factor of a module"),
+    "whole module": (rename(A, "base_model.model.lm_head.weight"), "base_model.model.lm_head.weight': is not a factor of a module"),
     "vector": (replace(A, (4,)), rf"{A}: has the shape \[4\], but a factor is a matrix"),
     "scalar": (replace(A, ()), rf"{A}: has the shape \[\], but a factor is a matrix"),
     "ranks": (replace(A, (3, 32)), f"{A}: has 3 rows, but {B} 4 columns. Both are the rank"),
@@ -204,7 +204,9 @@ def test_a_link_that_leads_out_is_refused(tmp_path):
 
 
 def test_adapters_of_other_models_are_refused(tmp_path):
-    with pytest.raises(InputError, match=r"transformer.h.0.attn.c_attn: is no module of the model that jgt can adapt. Known are .*q_proj"):
+    with pytest.raises(
+        InputError, match=r"transformer.h.0.attn.c_attn: is not a module of the model that jgt can adapt. Known are .*q_proj"
+    ):
         read("llama", ADAPTERS / "gpt2")
     wider = forged(tmp_path / "wider", replace(A, (4, 48)))
     with pytest.raises(InputError, match=rf"{SOME}: A has the shape \[4, 48\], but the model needs \[4, 32\]. Is it an adapter of another"):
@@ -222,7 +224,7 @@ def test_the_command_refuses_with_code_2(tmp_path, capsys):
     assert generate.main([str(MODELS / "llama"), "--adapter", str(folder), "--prompt", "a"]) == 2
     assert "adapter_config.json: use_dora" in capsys.readouterr().err
     assert generate.main([str(tmp_path), "--adapter", str(folder), "--prompt", "a"]) == 2
-    assert "is no folder of Hugging Face" in capsys.readouterr().err
+    assert "is not a folder of Hugging Face" in capsys.readouterr().err
 
 
 # -- runs ---------------------------------------------------------------------------------------------------------
@@ -316,5 +318,5 @@ def test_an_adapter_of_jgt_is_refused_for_other_weights(run, tmp_path):
 def test_what_is_trained_beside_an_adapter_is_merged_alone(run, tmp_path, capsys):
     train(run("llama", "optimizer.train=[norm/scale]", "train.steps=1", rank=3, alpha=7))
     assert export([str(tmp_path / "run"), str(tmp_path / "adapter"), "--adapter"]) == 2
-    assert "norm/scale: is trained, too, and is no part of an adapter. jgt export RUN OUT --merge" in capsys.readouterr().err
+    assert "norm/scale: is trained, too, and is not a part of an adapter. jgt export RUN OUT --merge" in capsys.readouterr().err
     assert export([str(tmp_path / "run"), str(tmp_path / "merged"), "--merge"]) == 0
