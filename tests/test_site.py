@@ -1,0 +1,95 @@
+"""The site of the documentation: every page has a place in its navigation, and its reference is complete."""
+
+import json
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+
+import jgt
+from train.config import schema
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "docs" / "site"))
+import pages  # noqa: E402
+
+PAGES = sorted(path for pattern in ("*.md", "notebooks/*.ipynb") for path in (ROOT / "docs").glob(pattern))
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads tags of MkDocs as nothing."""
+
+
+_Loader.add_multi_constructor("", lambda loader, suffix, node: None)
+
+
+def leaves(nav):
+    """The pages of a navigation, in order."""
+    for entry in nav:
+        value = entry if isinstance(entry, str) else next(iter(entry.values()))
+        yield from [value] if isinstance(value, str) else leaves(value)
+
+
+def test_the_navigation_has_every_page_once():
+    listed = list(leaves(yaml.load((ROOT / "mkdocs.yml").read_text(), _Loader)["nav"]))
+    assert len(listed) == len(set(listed))
+    made = {"overview.md", "changelog.md", "contributing.md", "files/deploy/README.md"}
+    made |= {f"reference/{name}.md" for name in ("run", "rules", "commands", "python")}
+    assert set(listed) == made | {pages.page_of(str(path.relative_to(ROOT))) for path in PAGES}
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "moved"),
+    [
+        ("README.md", "[a](docs/rules.md#extends)", "[a](rules.md#extends)"),
+        ("docs/plan.md", "[a](../README.md) [b](#here) [c](https://x.org)", "[a](overview.md) [b](#here) [c](https://x.org)"),
+        ("docs/plan.md", "[a](../configs/gpu.yaml)", "[a](files/configs/gpu.yaml.md)"),
+        ("deploy/README.md", "[a](../docs/training.md)", "[a](../../training.md)"),
+        ("docs/plan.md", "```\n[a](../x)\n```", "```\n[a](../x)\n```"),
+        ("docs/plan.md", r"| `a\|b` | \| |", r"| `a|b` | \| |"),
+    ],
+)
+def test_links_of_the_repository_become_links_of_the_site(path, text, moved):
+    assert pages.for_site(text, path) == moved
+
+
+def test_the_reference_has_every_public_name():
+    text = pages.api_page()
+    assert {f"jgt.{name}" for name in jgt.__all__ if name != "signal"} <= set(re.findall(r"^::: (\S+)", text, re.MULTILINE))
+    assert {"jgt.signal.context", "jgt.signal.tensor", "train.run.api.RunResult"} <= set(re.findall(r"^::: (\S+)", text, re.MULTILINE))
+
+
+def keys(node, prefix=""):
+    """All keys of a schema, with those inside of others."""
+    for form in pages.forms(node):
+        for name, value in form.get("properties", {}).items():
+            yield prefix + name
+            yield from keys(value, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize("name", ["run", "rules"])
+def test_the_reference_has_every_key(name):
+    text = pages.keys_page(name, "Keys", "")
+    described = schema.schemas()[name]
+    assert len(described["properties"]) > 4
+    for section, value in described["properties"].items():
+        part = text.split(f"\n## {section}\n", 1)[1].split("\n## ")[0]
+        assert set(keys(value)) == set(re.findall(r"^\| `([^`]+)` ", part, re.MULTILINE))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("material"), reason="needs the extra docs")
+def test_the_site_is_built_without_a_warning(tmp_path, monkeypatch):
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    monkeypatch.setenv("DISABLE_MKDOCS_2_WARNING", "true")
+    build(load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(tmp_path / "site")))
+    index = json.loads((tmp_path / "site/search/search_index.json").read_text())
+    found = {entry["location"].split("/")[0] for entry in index["docs"]}
+    assert {path.stem for path in PAGES} - {"index"} <= found | {"notebooks"} and "files" in found
+    reference = {entry["location"].partition("#")[2] for entry in index["docs"] if entry["location"].startswith("reference/python/#")}
+    assert {f"jgt.{name}" for name in jgt.__all__ if name != "signal"} <= reference
