@@ -80,6 +80,34 @@ def test_the_reference_has_every_key(name):
         assert set(keys(value)) == set(re.findall(r"^\| `([^`]+)` ", part, re.MULTILINE))
 
 
+WORDS = re.split(
+    r",\s+",
+    """gradient checkpointing, activation checkpointing, rematerialization, mixed precision, AMP, bf16, fp8, freeze, DDP, FSDP,
+    ZeRO-1, ZeRO-3, HSDP, tensor parallelism, pipeline parallelism, 1F1B, expert parallelism, MoE, label smoothing, export, LoRA,
+    PEFT, adapter, S3, bucket, gradient clipping, gradient accumulation, warm-up, learning rate, weight decay, resume,
+    checkpoint, multi-node, multi-GPU, Slurm, Kubernetes, preemption, out of memory, OOM, NaN, hang, watchdog, profiler, MFU,
+    tokens per second, batch size, epoch, perplexity, evaluation, tokenizer, chat template, SFT, DPO, distillation, dropout, EMA,
+    seed, determinism, streaming, data mixture, packing, flash attention, KV cache, generate, serving, vLLM, quantization,
+    notebook, sweep, wandb, TensorBoard, Muon, AdamW, torch.compile, recompilation, no GPU, offload, DiLoCo, mesh, sharding,
+    convert weights, context length, contrastive loss, elastic, goodput""",
+)
+
+
+def test_the_words_that_people_search_are_explained():
+    page = (ROOT / "docs" / "glossary.md").read_text().lower()
+    headings = " ".join(re.findall(r"^### (.*)", page, re.MULTILINE))
+    explained = {word: word.lower() in headings or word.lower() in page for word in WORDS}
+    assert len(WORDS) >= 80 and not [word for word, found in explained.items() if not found]
+
+
+def test_every_word_has_one_sentence_and_a_link():
+    _, *entries = (ROOT / "docs" / "glossary.md").read_text().split("\n### ")
+    headings = [entry.split("\n")[0].lower() for entry in entries]
+    assert headings == sorted(headings)
+    for entry in entries:
+        assert "](" in entry and len(re.findall(r"[.:;] [A-Z]", entry.split("\n", 1)[1])) <= 1, entry
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("material"), reason="needs the extra docs")
 def test_the_site_is_built_without_a_warning(tmp_path, monkeypatch):
