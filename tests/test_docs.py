@@ -39,7 +39,7 @@ from train.plan.__main__ import parser as plan_parser
 from train.processes.processes import MAX_VIRTUAL_CPU
 from train.report.accounts import CAUSES, account
 from train.report.events import Event
-from train.sections import ExportConfig, Fault, SpikesConfig
+from train.sections import ExportConfig, Fault, SpikesConfig, StopEarlyConfig
 from train.sync.config import OuterConfig, SyncConfig
 
 ROOT = Path(__file__).parent.parent
@@ -408,6 +408,7 @@ def test_every_key_of_a_section_stands_with_its_default(name):
     ("name", "inner", "kind"),
     [
         ("train", "skip_spikes.", SpikesConfig),
+        ("train", "stop_early.", StopEarlyConfig),
         ("debug", "faults[].", Fault),
         ("data", "mixture[].", MixturePart),
         ("model", "experts.", ExpertsConfig),

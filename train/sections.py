@@ -167,6 +167,18 @@ class SpikesConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StopEarlyConfig:
+    """`train.stop_early`: when a run ends before its last step, because its evaluations do not improve.
+
+    by: a metric of evaluations. The lower it is, the better; with a minus in front of its name, the higher.
+    patience: the number of evaluations after the best one that end the run.
+    """
+
+    by: str = "eval_loss"
+    patience: Count
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The `train:` section.
 
@@ -185,7 +197,8 @@ class TrainConfig:
     (10 + step). log_every: steps between logged steps. eval_every: steps between evaluations. 0: only at the end. eval_batches: the most
     batches in an evaluation, of each part of a mixture. null: the whole held-out split. on_nonfinite: the answer to an update whose loss or
     gradient is not finite. The update is never applied; the run stops, or skips the update and continues. skip_spikes: when to skip updates
-    with an extreme loss. null: never. max_skipped: this many skipped updates in a row end the run.
+    with an extreme loss. null: never. max_skipped: this many skipped updates in a row end the run. stop_early: when the run ends
+    because its evaluations do not improve. null: never.
     """
 
     WORDS = OTHER_WORDS
@@ -206,6 +219,7 @@ class TrainConfig:
     on_nonfinite: Literal["stop", "skip"] = "stop"
     skip_spikes: SpikesConfig | None = None
     max_skipped: Count = 10
+    stop_early: StopEarlyConfig | None = None
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Accumulation needs parts of equal size, and a run an end."""
@@ -238,6 +252,9 @@ class CheckpointConfig:
     every: steps between checkpoints. 0: none by steps.
     minutes: the most minutes from one checkpoint to the next. null: none by time. There is always one at the end.
     keep: the number of newest checkpoints that are not deleted. null: 3, or fewer if the disk has no room for another one.
+    keep_every: checkpoints of steps that this number divides are not deleted either. null: none.
+    best: a metric of evaluations, the lower the better; with a minus in front of its name, the higher. The best step so far is saved, and
+    not deleted. null: none.
     sha256: adds a SHA-256 to the CRC-32 of every file. It takes ten times as long to compute.
     key: a file, or env:NAME for a variable of the environment, with the key that signs manifests. It implies sha256.
     weights: another run's directory, or one of its checkpoints. A new run starts with its parameters and statistics.
@@ -249,6 +266,8 @@ class CheckpointConfig:
     every: Natural = 0
     minutes: Annotated[float, Bound(above=0, high=1_000_000)] | None = 10.0
     keep: Count | None = None
+    keep_every: Count | None = None
+    best: str | None = None
     sha256: bool = False
     key: LocalPath | None = None
     weights: LocalPath | None = None

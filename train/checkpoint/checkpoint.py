@@ -75,7 +75,7 @@ class Checkpoints:
         self._steps = Steps(folder, key)
         # A signature covers a file only by its SHA-256.
         self._sha256 = config.sha256 or key is not None
-        self._keep, self._may_keep_fewer = config.keep or _KEPT, config.keep is None
+        self._keep, self._may_keep_fewer, self._keep_every = config.keep or _KEPT, config.keep is None, config.keep_every
         self._mesh, self._fingerprints = dict(mesh or {}), dict(fingerprints or {})
         self._free, self._is_ours, self._saved, self._held = free, is_ours, saved, held
         self._is_first = jax.process_index() == 0
@@ -185,7 +185,12 @@ class Checkpoints:
             saving = self._steps.saving(listing.step)
             self._steps.finish(replace(listing, files=file_entries(saving, sha256=self._sha256)))
             self._saved(listing.step)
-            self._steps.retire(self._keep, self._held())
+            self._steps.retire(self._keep, self._kept())
+
+    def _kept(self) -> set[int]:
+        """The steps that stay, however old they are."""
+        every = self._keep_every
+        return {*self._held(), *(step for step in self._steps.listed() if every is not None and step % every == 0)}
 
     def _abandon(self) -> None:
         """After a failed save: starts with a new writer, and removes the leftovers, which would keep the disk full."""
@@ -203,10 +208,13 @@ class Checkpoints:
     def _remove_oldest(self) -> int:
         """Removes the oldest step for a new one, unless it is the newest or the config asks for it. Returns the number of removed steps."""
         with contextlib.suppress(OSError):
-            if self._is_first and self._may_keep_fewer and self._is_ours() and len(listed := self._steps.listed()) > 1:
-                say(f"the disk has no room, so the checkpoint of step {listed[0]} is removed for the next one")
-                self._steps.retire(len(listed) - 1, self._held())
-                return 1
+            if self._is_first and self._may_keep_fewer and self._is_ours():
+                kept, listed = self._kept(), self._steps.listed()
+                oldest = next((n for n, step in enumerate(listed[:-1]) if step not in kept), None)
+                if oldest is not None:
+                    say(f"the disk has no room, so the checkpoint of step {listed[oldest]} is removed for the next one")
+                    self._steps.retire(len(listed) - oldest - 1, kept)
+                    return 1
         return 0
 
     def _space_problem(self, state: State) -> OSError | None:

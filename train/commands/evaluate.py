@@ -22,10 +22,10 @@ from ..drawing import EvalConfig
 from ..evaluate.likelihood import Scorer
 from ..evaluate.reference import with_reference
 from ..evaluate.text import evaluate_texts
+from ..hooks import held_out_means
 from ..loaded import Loaded
 from ..run.identity import Resume, check_data
 from ..run.load import load_model
-from ..run.loop import held_out_means
 from ..run.replay import digest_of_arrays
 from ..run.start import Feed
 from ..run.train import opened_data
@@ -130,7 +130,8 @@ def _held_out(loaded: Loaded) -> dict[str, float]:
         say("the data is not what the run was trained with, so its losses are not those of training")
     feed = Feed(with_reference(setup, data), setup)
     step = setup.compile_eval_step(feed.eval_batch)
-    return held_out_means(step, setup.stored_params(loaded.params), loaded.variables, setup, data, feed)
+    batches = feed.held_out(setup.run.config.train.eval_batches)
+    return held_out_means(step, setup.stored_params(loaded.params), loaded.variables, batches, setup.mesh)
 
 
 def _mesh(text: str | None) -> dict[str, int] | None:

@@ -117,7 +117,8 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
         problems += _pipeline_problems(pipeline, root, mesh if config.mesh is not None else {}, config.rules is not None)
     budget = Budget() if config.budget is None else Budget.read(config.budget, problems)
     run = Run(config=config, mesh=mesh, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root, code=code)
-    problems += [*_own_problems(run), *_loss_problems(run), *_length_problems(run), *_stack_problems(run), *sync_problems(run)]
+    for check in (_own_problems, _loss_problems, _early_problems, _length_problems, _stack_problems, sync_problems):
+        problems += check(run)
     if problems:
         # A size of -1 depends on the number of devices, and divides nothing yet.
         sizes = {axis: size for axis, size in mesh.items() if size != -1}
@@ -163,6 +164,13 @@ def _length_problems(run: Run) -> Iterator[str]:
     if epochs is not None and steps is not None and steps.value is not None:
         remedy = "Remove one of them, or set train.steps=null or train.epochs=null"
         yield run.root.find("train.epochs").problem(f"is {epochs:g}, but train.steps is {steps.value} ({steps.where}). {remedy}")
+
+
+def _early_problems(run: Run) -> Iterator[str]:
+    """An early end by evaluations that a run makes at its end alone."""
+    config = run.config
+    if config.train.stop_early is not None and not config.train.eval_every and not (config.eval.tasks and config.eval.every):
+        yield run.root.find("train.stop_early").problem("needs evaluations while the run trains. Set train.eval_every")
 
 
 def _stack_problems(run: Run) -> Iterator[str]:

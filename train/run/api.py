@@ -51,12 +51,13 @@ _FOREVER = 1_000_000.0
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """A run that has ended or was stopped. metrics: the rows of metrics.jsonl."""
+    """A run that has ended or was stopped. metrics: the rows of metrics.jsonl. is_done: whether it has ended; False after Ctrl-C."""
 
     folder: Path
     position: Position
     setup: Setup
     metrics: list[dict[str, Any]]
+    is_done: bool
 
     @property
     def step(self) -> int:
@@ -67,11 +68,6 @@ class RunResult:
     def state(self) -> State:
         """The parameters, the optimizer's state, and what the model keeps beside its parameters."""
         return self.position.state
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all steps are done; False after Ctrl-C."""
-        return self.step >= self.setup.run.steps
 
     @property
     def model(self) -> Any:
@@ -109,15 +105,15 @@ def run_here(
     given = read_resume(resume, allow_change, checked.config.run.path)
     check_places(checked, given)
     read_key(checked.config.checkpoint.key)
-    ends: list[tuple[Setup, Position]] = []
+    ends: list[tuple[Setup, Position, bool]] = []
     with programs_on_trial():
         start_jax_here(checked)
-        train(checked, given, on_end=lambda setup, position: ends.append((setup, position)), owns_process=False)
-    (setup, position), folder, metrics = ends[0], checked.config.run.path, list[dict[str, Any]]()
+        train(checked, given, on_end=lambda *end: ends.append(end), owns_process=False)
+    (setup, position, is_done), folder, metrics = ends[0], checked.config.run.path, list[dict[str, Any]]()
     # Whatever has become of the file, the state is the caller's.
     with contextlib.suppress(OSError):
         metrics += read_metrics(folder / "metrics.jsonl")
-    return RunResult(folder=folder, position=position, setup=setup, metrics=metrics)
+    return RunResult(folder=folder, position=position, setup=setup, metrics=metrics, is_done=is_done)
 
 
 def start_jax_here(checked: Run) -> None:

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
-
-import jax
 
 from ..checkpoint.checkpoint import Checkpoints
 from ..checkpoint.steps import FOLDER
@@ -25,14 +23,14 @@ from ..data.batches import Data
 from ..export.exports import Exports
 from ..generate.generate import sample_text
 from ..generate.text import terminal_text
+from ..hooks import Evaluations, held_out_means
 from ..processes.processes import barrier
 from ..processes.watch import Watch
-from ..records.clock import InFlight, steps_ahead
 from ..records.console import Screen
 from ..records.profiler import Profiler
 from ..records.progress import Progress, StepResult
 from ..records.records import Records
-from ..records.summary import describe_end, tokens_per_sample
+from ..records.summary import describe_end, duration_text, tokens_per_sample
 from ..setup import Setup
 from ..step.state import State
 from .faults import Faults
@@ -67,9 +65,12 @@ class Loop:
     profiler: Profiler
     lock: Lock | None
     tasks: TaskMetrics | None = None
+    evaluations: Evaluations | None = None
 
     def __post_init__(self) -> None:
         self._config = self.setup.run.config
+        self._ended_at: int | None = None
+        """The step at which the run has ended early, if it has."""
         self._feed = Feed(self.data, self.setup)
         self._check_lock = (lambda: None) if self.lock is None else self.lock.check
         self._eval_step: Any = None
@@ -84,7 +85,9 @@ class Loop:
     def run(self, resume: Resume) -> Position:
         """Starts or resumes, trains, and writes a sample. Returns the position that was reached."""
         # XLA compiles the step meanwhile, unless there is no step to take.
-        compiling = None if self.checkpoints.newest() >= self.num_steps else self._compile()
+        newest = self.checkpoints.newest()
+        has_ended = newest >= self.num_steps or (self.evaluations is not None and self.evaluations.begin(newest))
+        compiling = None if has_ended else self._compile()
         position = Start(self.setup, self.data.fingerprint, self._phase, self.screen.say).position(self.checkpoints, resume)
         self._count_epochs(position)
         self.exports.num_steps = self.num_steps
@@ -92,26 +95,19 @@ class Loop:
         self.profiler.check(position.step, self.num_steps)
         # Steps after the checkpoint are trained again, and would be logged twice.
         self.records.forget_after(position.step)
-        first, last, begun = position.step, self.num_steps, time.perf_counter()
-        if position.step >= last:
-            epochs = self._config.train.epochs
-            longer = f"train.steps={position.step * 2}" if epochs is None else f"train.epochs={epochs * 2:g}"
-            more = f"To train further, raise {longer.partition('=')[0]}, for example {longer}"
-            self.screen.say(f"Already at step {position.step} of {last}. {more}")
-        else:
-            self._replace_config(position.step)
+        if self.evaluations is not None and self.evaluations.begin(position.step):
+            self._end_early(position.step)
+        first, begun = position.step, time.perf_counter()
+        if first < self.last_step:
+            self._replace_config(first)
             position = self._steps(position, compiling or self._compile())
             self.screen.say(f"Checkpoint of step {position.step} in {self._config.run.path / FOLDER}")
-        if position.step < last:
-            why = self.watch.stop_signal or "a signal to another process"
-            self.screen.say(f"Stopped at step {position.step} of {last} by {why}; the same command resumes from there")
-        elif self._config.sample.tokens:
-            self._sample(position.state)
-        if position.step >= last and self.exports.are_asked_for:
-            self._finish_exports()
-        why = "done" if position.step >= last else self.watch.stop_signal or "peer"
-        lost = {"lost": lost} if (lost := lost_records(self.screen, self.records)) else {}
-        self.records.event("stop", time.time(), 0.0, step=position.step, why=why, **lost)
+        elif self._ended_at is None:
+            epochs = self._config.train.epochs
+            longer = f"train.steps={first * 2}" if epochs is None else f"train.epochs={epochs * 2:g}"
+            more = f"To train further, raise {longer.partition('=')[0]}, for example {longer}"
+            self.screen.say(f"Already at step {first} of {self.num_steps}. {more}")
+        self._conclude(position)
         if position.step > first and self.lock is not None:
             tokens, samples = tokens_per_sample(self.setup.batch_shapes), position.samples
             tokens = None if tokens is None else tokens * samples
@@ -119,10 +115,46 @@ class Loop:
                 self.screen.say(line)
         return position
 
+    def _conclude(self, position: Position) -> None:
+        """Says how the run ended, and finishes what belongs to its last step."""
+        is_done = position.step >= self.last_step
+        if self.evaluations is not None and self.lock is not None:
+            self._describe_evaluations(position.step)
+        if not is_done:
+            why = self.watch.stop_signal or "a signal to another process"
+            self.screen.say(f"Stopped at step {position.step} of {self.num_steps} by {why}; the same command resumes from there")
+        elif self._config.sample.tokens:
+            self._sample(position.state)
+        if is_done and self.exports.are_asked_for:
+            if self._ended_at is not None:
+                # Its last step may have been saved before it was known to be the last.
+                self.exports.begin(position.step)
+            self._finish_exports()
+        why = "done" if is_done else self.watch.stop_signal or "peer"
+        lost = {"lost": lost} if (lost := lost_records(self.screen, self.records)) else {}
+        self.records.event("stop", time.time(), 0.0, step=position.step, why=why, **lost)
+
     @property
     def num_steps(self) -> int:
-        """The updates of the whole run."""
+        """The updates of the whole run, unless it ends early."""
         return self.setup.run.steps
+
+    @property
+    def last_step(self) -> int:
+        """The step at which the run ends, or has ended early."""
+        return self.num_steps if self._ended_at is None else self._ended_at
+
+    def _end_early(self, step: int) -> None:
+        if step < self.num_steps:
+            self._ended_at = self.exports.num_steps = step
+
+    def _describe_evaluations(self, step: int) -> None:
+        assert self.evaluations is not None
+        if self._ended_at is not None:
+            more = "To train further, raise its patience, or set train.stop_early=null"
+            self.screen.say(f"{self.evaluations.describe_end(step, self.num_steps)}. {more}")
+        if (line := self.evaluations.describe_best()) is not None:
+            self.screen.say(line)
 
     def _count_epochs(self, position: Position) -> None:
         epochs, samples = self._config.train.epochs, self.data.train_sequences
@@ -139,6 +171,7 @@ class Loop:
 
     def _compile(self) -> Future[Any]:
         """Compiles the step in a thread. Only XLA works there: the trace is finished when this returns."""
+        self._compile_begun = time.perf_counter()
         lowered = None if self.setup.compiled is not None else self.setup.lower_train_step()
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
         try:
@@ -147,9 +180,12 @@ class Loop:
             pool.shutdown(wait=False)
 
     def _compiled(self, compiling: Future[Any]) -> Any:
-        if not wait([compiling], _QUICK_SECONDS).done:
-            self.screen.say("Compiling the step ...")
-        return compiling.result()
+        if wait([compiling], _QUICK_SECONDS).done:
+            return compiling.result()
+        self.screen.say("Compiling the step ...")
+        compiled = compiling.result()
+        self.screen.say(f"Compiled the step in {duration_text(time.perf_counter() - self._compile_begun)}")
+        return compiled
 
     def _steps(self, position: Position, compiling: Future[Any]) -> Position:
         """Trains from a position to the last step, or until a signal stops the run, and saves the state that it reached."""
@@ -172,8 +208,12 @@ class Loop:
     def _train(self, train_step: Any, exchange: _Exchange, progress: Progress, saves: Saves) -> None:
         """Trains from the position of this object, which each step replaces, to the last step, or until a signal stops the run."""
         config, position = self._config.train, self._position
+        if self.evaluations is not None and self.evaluations.lack(position.step):
+            self._evaluate_if_due(progress, saves)
         # The feed has no end, so the range of steps decides.
         for step, batch in zip(range(position.step + 1, self.num_steps + 1), self._feed.train(position.samples), strict=False):
+            if self._ended_at is not None:
+                break
             self._check_lock()
             if saves.are_asked_for(position):
                 saves.start(progress, position)
@@ -197,19 +237,36 @@ class Loop:
             # Before the evaluation, which may fail.
             if self._due(step, self._config.checkpoint.every) or self.exports.is_due(step):
                 saves.start(progress, position)
-            if self._due(step, config.eval_every) and self.data.eval_parts:
-                with progress.interrupted():
-                    self._evaluate(state, step)
-            if self.tasks is not None and self._due(step, self._config.eval.every):
-                with progress.interrupted(), self._phase("eval", step=step, what="tasks"):
-                    self.watch.begin_unlimited("evaluating on tasks")
-                    self._log(step, self.tasks(state, step))
+            self._evaluate_if_due(progress, saves)
             saves.poll(position)
             self.exports.poll()
             progress.step_over()
         progress.end()
         if self.profiler.tracing:
             self._profile(position.step, train_step, progress)
+
+    def _evaluate_if_due(self, progress: Progress, saves: Saves) -> None:
+        """Evaluates the position of this object, if its step is one for it."""
+        state, step = self._position.state, self._position.step
+        if self._due(step, self._config.train.eval_every) and self.data.eval_parts:
+            with progress.interrupted():
+                self._evaluate(state, step)
+            self._judge(progress, saves)
+        if self.tasks is not None and self._due(step, self._config.eval.every):
+            with progress.interrupted(), self._phase("eval", step=step, what="tasks"):
+                self.watch.begin_unlimited("evaluating on tasks")
+                self._log(step, self.tasks(state, step))
+            self._judge(progress, saves)
+
+    def _judge(self, progress: Progress, saves: Saves) -> None:
+        """Saves the position if it is the best so far, and ends the run if it should end early."""
+        if self.evaluations is None or not self.evaluations.have_news:
+            return
+        is_best, ends = self.evaluations.verdict(self._position.step)
+        if is_best:
+            saves.start(progress, self._position)
+        if ends:
+            self._end_early(self._position.step)
 
     def _exchange(self, position: Position) -> _Exchange:
         """A function from the state after a step to the state after its exchange, if one is due, and the number of steps since the last."""
@@ -243,7 +300,7 @@ class Loop:
         barrier("exports")
 
     def _due(self, step: int, every: int) -> bool:
-        return step == self.num_steps or (every > 0 and step % every == 0)
+        return step == self.last_step or (every > 0 and step % every == 0)
 
     def _sample(self, state: State) -> None:
         with self._phase("sample"):
@@ -259,40 +316,16 @@ class Loop:
                 barrier("compiled evaluation")
         with self._phase("eval", step=step):
             params, variables = self.setup.eval_params(state), self.setup.eval_variables(state)
-            row = held_out_means(self._eval_step, params, variables, self.setup, self.data, self._feed)
+            batches = self._feed.held_out(self._config.train.eval_batches)
+            row = held_out_means(self._eval_step, params, variables, batches, self.setup.mesh)
         self._log(step, row)
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         row = {**metrics, "time": round(time.time(), 3)}
         self.records.metrics(step, row)
         self.screen.step(step, self.num_steps, row)
-
-
-def held_out_means(step: Any, params: Any, variables: Any, setup: Setup, data: Data, feed: Feed) -> dict[str, float]:
-    """The evaluation of parameters, as the state has them, on a run's held-out data: `eval_loss` and its like, and those of each part.
-
-    step: the compiled evaluation of `feed.eval_batch` rows.
-    """
-    # Sums stay on the devices until the end; fetching each would make the devices wait for the host.
-    sums, in_flight = list[tuple[str, Any]](), InFlight(steps_ahead(setup.mesh))
-    for part in data.eval_parts:
-        for batch in feed.evaluation(setup.run.config.train.eval_batches, part):
-            sums.append((part, step(params, variables, batch)))
-            in_flight.add(sums[-1][1])
-    return _means(jax.device_get(sums))
-
-
-def _means(sums: Sequence[tuple[str, Mapping[str, tuple[Any, Any]]]]) -> dict[str, float]:
-    """The means of an evaluation, from part, sum and weight of each batch: over all parts and, if there are several, over each of them."""
-    totals: dict[str, list[float]] = {}
-    has_parts = len({part for part, _ in sums}) > 1
-    for part, metrics in sums:
-        for name, (total, weight) in metrics.items():
-            for key in (f"eval_{name}", *((f"eval_{name}/{part}",) if has_parts else ())):
-                so_far = totals.setdefault(key, [0.0, 0.0])
-                so_far[0] += float(total)
-                so_far[1] += float(weight)
-    return {key: total / weight for key, (total, weight) in totals.items()}
+        if self.evaluations is not None:
+            self.evaluations.add(step, metrics)
 
 
 def lost_records(screen: Screen, records: Records) -> dict[str, int]:

@@ -265,6 +265,10 @@ class Feed:
         for local in self._data.eval_batches(self.eval_batch, rows, max_batches, part=part):
             yield self._global(local, self.eval_batch, rows)
 
+    def held_out(self, max_batches: int | None) -> dict[str, Iterator[dict[str, jax.Array]]]:
+        """The held-out samples of each part, as `evaluation` reads them."""
+        return {part: self.evaluation(max_batches, part) for part in self._data.eval_parts}
+
     def _rows(self, batch: int) -> list[int]:
         needed = [local_rows(sharding, (batch, *self._element[name].shape)) for name, sharding in self._shardings.items()]
         return sorted({row for rows in needed for row in rows})

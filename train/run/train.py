@@ -34,6 +34,7 @@ from ..data.own import open_own
 from ..evaluate.reference import with_reference
 from ..export.exports import Exports
 from ..export.form import run_form
+from ..hooks import Evaluations, open_evaluations
 from ..processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process
 from ..processes.watch import Watch
 from ..records.console import Screen
@@ -64,15 +65,15 @@ def train(
     profiled: StepRange | None = None,
     begun: float | None = None,
     stopped_code: int = Exit.DONE,
-    on_end: Callable[[Setup, Position], None] | None = None,
+    on_end: Callable[[Setup, Position, bool], None] | None = None,
     owns_process: bool = True,
 ) -> int:
     """Trains until the last step, from the newest checkpoint if there is one, or until a signal asks the run to stop.
 
     profiled: the steps to profile. begun: when this process started, in seconds since 1970. stopped_code: the exit code if a signal comes
-    first. on_end: gets the program and the last position. owns_process: whether a second Ctrl-C ends the process, instead of raising
-    KeyboardInterrupt. Returns the exit code. Raises InputError for wrong input, and SkippedError, SaveError or DataChangedError if the run
-    cannot continue.
+    first. on_end: gets the program, the last position, and whether the run is done. owns_process: whether a second Ctrl-C ends the process,
+    instead of raising KeyboardInterrupt. Returns the exit code. Raises InputError for wrong input, and SkippedError, SaveError or
+    DataChangedError if the run cannot continue.
     """
     resume, entered = resume or Resume(), time.time()
     folder, process = run.config.run.path, this_process()
@@ -85,7 +86,7 @@ def train(
         open_devices()
         watch.begin_unlimited("opening model and data")
         setup, data = open_run(run, resume)
-        tasks = _tasks(setup)
+        tasks, evaluations = _tasks(setup), _evaluations(setup, data)
         # Only the first process has a lock: it alone names and removes files that belong to all. An error here leaves the other processes
         # in the barrier below. This one's watch reports it, and theirs end them.
         lock = None if process else _claim_folder(run, data, resume, screen, closing)
@@ -106,17 +107,21 @@ def train(
         of_run = {"mesh": setup.mesh.shape, "fingerprints": fingerprints(run, data.fingerprint)}
         is_ours = (lambda: True) if lock is None else lock.is_held
         exports = closing.enter_context(contextlib.closing(Exports(run, records.event)))
+
+        def held() -> set[int]:
+            return exports.held() | (set() if evaluations is None else evaluations.held())
+
         checkpoints = Checkpoints(
-            folder / FOLDER, run.config.checkpoint, **of_run, free=faults.free, is_ours=is_ours, saved=exports.saved, held=exports.held
+            folder / FOLDER, run.config.checkpoint, **of_run, free=faults.free, is_ours=is_ours, saved=exports.saved, held=held
         )
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         with _closed_afterwards(checkpoints, records):
             data = _with_reference(setup, data, watch, records, screen, has_begun=checkpoints.newest() > 0)
-            loop = Loop(setup, data, screen, records, checkpoints, exports, watch, faults, profiler, lock, tasks)
+            loop = Loop(setup, data, screen, records, checkpoints, exports, watch, faults, profiler, lock, tasks, evaluations)
             position = loop.run(resume)
-            done = position.step >= loop.num_steps
+            done = position.step >= loop.last_step
     if on_end is not None:
-        on_end(setup, position)
+        on_end(setup, position, done)
     return _exit_code(Exit.DONE if done else stopped_code, lost_records(screen, records))
 
 
@@ -131,6 +136,19 @@ def _tasks(setup: Setup) -> TaskMetrics | None:
         tasks = harness.TasksOfRun(setup, None if isinstance(run.config.data, OwnData) else run.config.data.tokenizer_name).metrics
     agree_on_input(problems, None)
     return tasks
+
+
+def _evaluations(setup: Setup, data: Data) -> Evaluations | None:
+    """The evaluations by which `checkpoint.best` and `train.stop_early` decide. Raises InputError, on all processes."""
+    run, evaluations, problems = setup.run, None, list[str]()
+    if run.config.checkpoint.best is None and run.config.train.stop_early is None:
+        return None
+    parts = ("", *(f"/{part}" for part in data.eval_parts if len(data.eval_parts) > 1)) if data.eval_parts else ()
+    names = [f"eval_{name}{part}" for name in setup.eval_metrics for part in parts]
+    with InputError.collect(problems):
+        evaluations = open_evaluations(run, names, has_more=bool(run.config.eval.tasks))
+    agree_on_input(problems, None)
+    return evaluations
 
 
 def _with_reference(setup: Setup, data: Data, watch: Watch, records: Records, screen: Screen, *, has_begun: bool) -> Data:

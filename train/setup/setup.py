@@ -135,6 +135,13 @@ class Setup(StateLayout):
         """The arguments of the step, as shapes."""
         return self.shapes, self.batch_shapes, jax.ShapeDtypeStruct((len(Settings._fields),), jnp.float32)
 
+    @property
+    def eval_metrics(self) -> tuple[str, ...]:
+        """The names of what an evaluation computes, of which `loss` is one."""
+        rows = rows_of(self.program.element, self.run.config.train.batch)
+        params, variables = self.last_params(self.shapes), self.saved_of_one[0].variables
+        return tuple(jax.eval_shape(make_eval_step(self.objective), params, variables, rows))
+
     def compile_eval_step(self, batch: int) -> Any:
         """The compiled evaluation of this many rows: (parameters, variables, batch) → a sum and its weight, by name."""
         whole, params = self.storage.model.replicated(), self.last_params(self.shapes)

@@ -1,0 +1,145 @@
+"""What follows from evaluations: the checkpoint of the best step, an early end, and the same after a restart."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from jgt.document import InputError
+from train.checkpoint.restore import restore
+from train.checkpoint.saved import find_checkpoint
+from train.checkpoint.steps import Steps
+from train.config import load
+from train.hooks.evaluations import Metric, open_evaluations
+from train.report.rows import read_metrics
+from train.run import loop
+from train.run.train import train
+from train.setup import prepare
+
+# Evaluations of every second step. The best is at step 6, and the third one after it at step 12.
+LOSSES = {2: 5.0, 4: 3.0, 6: 2.5, 8: 2.5, 10: 2.7, 12: 2.6, 14: 2.0, 16: 1.0}
+COMMON = ("data.eval_tokens=2000", "train.steps=16", "train.eval_every=2", "checkpoint.minutes=null", "log=[]")
+
+
+@pytest.fixture
+def known_losses(monkeypatch):
+    """Evaluations have these losses."""
+    step = [0]
+    evaluate = loop.Loop._evaluate
+
+    def _evaluate(self, state, now):
+        step[0] = now
+        evaluate(self, state, now)
+
+    monkeypatch.setattr(loop.Loop, "_evaluate", _evaluate)
+    monkeypatch.setattr(loop, "held_out_means", lambda *_: {"eval_loss": LOSSES[step[0]]})
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "best", "since"),
+    [
+        ("eval_loss", {2: 3.0, 4: 2.0, 6: 2.5}, 4, 1),
+        ("-eval_acc", {2: 0.1, 4: 0.5, 6: 0.4, 8: 0.5}, 4, 2),
+        ("x", {2: math.nan, 4: None, 6: math.inf}, None, 3),
+        ("x", {2: 1.0, 4: math.nan}, 2, 1),
+        ("x", {}, None, 0),
+    ],
+)
+def test_the_best_of_a_metric(name, values, best, since):
+    metric = Metric(name)
+    for step, value in values.items():
+        metric.add(step, {name.removeprefix("-"): value, "other": 0.0})
+    assert (metric.best(), metric.since) == (best, since)
+    assert metric.best([2, 100]) == (2 if isinstance(values.get(2), float) and math.isfinite(values[2]) else None)
+
+
+def test_a_run_ends_after_the_last_evaluation_that_patience_allows(tiny, known_losses, capsys, read_rows, tmp_path):
+    run = tiny(*COMMON, "train.stop_early={patience: 3}", "sample={tokens: 4}")
+    assert train(run) == 0
+    rows = list(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4, 6, 8, 10, 12]
+    said = capsys.readouterr().out
+    assert "Ended early at step 12 of 16 by train.stop_early: eval_loss was best at step 6 (2.5) and not better in 3 evaluations" in said
+    assert Steps(tmp_path / "run" / "checkpoints").listed() == [12]
+    assert read_rows(tmp_path / "run" / "events.jsonl")[-1]["why"] == "done"
+    assert (tmp_path / "run" / "sample.txt").exists()
+    # The same command trains nothing.
+    assert train(run) == 0
+    assert list(read_metrics(tmp_path / "run" / "metrics.jsonl")) == rows
+    assert "Ended early at step 12 of 16" in capsys.readouterr().out
+    # With more patience, the run goes on.
+    assert train(tiny(*COMMON, "train.stop_early={patience: 6}", "sample={tokens: 4}")) == 0
+    assert list(read_metrics(tmp_path / "run" / "metrics.jsonl"))[-1]["step"] == 16
+
+
+def test_the_best_checkpoint_survives_keep(tiny, known_losses, capsys, tmp_path):
+    run = tiny(*COMMON, "checkpoint={every: 5, keep: 1, best: eval_loss}", "train.steps=12")
+    assert train(run) == 0
+    # Step 6 is the best, though no multiple of 5; step 12 is the last.
+    assert Steps(tmp_path / "run" / "checkpoints").listed() == [6, 12]
+    assert f"Best checkpoint: {tmp_path / 'run' / 'checkpoints' / '6'}, with eval_loss 2.5" in capsys.readouterr().out
+
+
+def test_of_a_metric_with_a_minus_the_largest_is_kept(tiny, known_losses, tmp_path):
+    assert train(tiny(*COMMON, "checkpoint={keep: 1, best: -eval_loss}", "train.steps=12")) == 0
+    assert Steps(tmp_path / "run" / "checkpoints").listed() == [2, 12]
+
+
+def test_multiples_are_kept(tiny, tmp_path):
+    assert train(tiny("checkpoint={every: 2, keep: 1, keep_every: 4, minutes: null}", "train.steps=10", "log=[]")) == 0
+    assert Steps(tmp_path / "run" / "checkpoints").listed() == [4, 8, 10]
+
+
+@pytest.mark.parametrize("killed_at", [7, 8, 12])
+def test_a_restart_decides_as_the_unbroken_run(tiny_file, known_losses, stopped_at, tmp_path, killed_at):
+    """Also if a kill comes between the save of a step and its evaluation."""
+
+    def start(name):
+        return load(
+            tiny_file,
+            [f"run.dir={tmp_path / name}", *COMMON, "checkpoint={every: 4, keep: 1, best: eval_loss}", "train.stop_early={patience: 3}"],
+        )
+
+    assert train(start("straight")) == 0
+    with stopped_at(killed_at):
+        train(start("broken"))
+    assert train(start("broken")) == 0
+    rows, states = [], []
+    for name in ("straight", "broken"):
+        assert Steps(tmp_path / name / "checkpoints").listed() == [6, 12]
+        found = read_metrics(tmp_path / name / "metrics.jsonl")
+        rows.append([(row["step"], row.get("loss"), row.get("eval_loss")) for row in found])
+        setup, (saved, _) = prepare(start(name)), find_checkpoint(tmp_path / name)
+        states.append(jax.device_get(restore(saved, setup.saved_shapes, setup.saved_shardings)))
+    assert rows[0] == rows[1]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("checkpoint.best=-eval_los", "checkpoint.best: no evaluation has the metric 'eval_los'. Did you mean 'eval_loss'?"),
+        ("checkpoint.best=accuracy", "checkpoint.best: no evaluation has the metric 'accuracy'. Evaluations have eval_loss"),
+        ("train.stop_early={by: loss, patience: 2}", "train.stop_early.by: no evaluation has the metric 'loss'. Did you mean 'eval_loss'?"),
+        ("train.stop_early={patience: 0}", "train.stop_early.patience: 0 is too small; it must be at least 1"),
+        ("train.stop_early={by: eval_loss}", "train.stop_early: the key 'patience' is missing"),
+        ("checkpoint.keep_every=0", "checkpoint.keep_every: 0 is too small; it must be at least 1"),
+    ],
+)
+def test_wrong_input_is_refused(tiny, override, message):
+    with pytest.raises(InputError) as caught:
+        train(tiny(*COMMON, override))
+    (line,) = caught.value.problems
+    assert message in line and line.startswith("command line: ")
+
+
+def test_an_early_end_needs_evaluations(tiny):
+    with pytest.raises(InputError, match=r"train\.stop_early: needs evaluations while the run trains\. Set train\.eval_every"):
+        tiny("train.stop_early={patience: 3}")
+    with pytest.raises(InputError, match=r"The data holds nothing out, so there are no evaluations"):
+        train(tiny("train.stop_early={patience: 3}", "train.eval_every=2"))
+
+
+def test_nothing_is_made_without_the_keys(tiny):
+    assert open_evaluations(tiny(), ["eval_loss"], has_more=False) is None
