@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -78,6 +79,13 @@ def test_the_reference_has_every_key(name):
     for section, value in described["properties"].items():
         part = text.split(f"\n## {section}\n", 1)[1].split("\n## ")[0]
         assert set(keys(value)) == set(re.findall(r"^\| `([^`]+)` ", part, re.MULTILINE))
+
+
+def test_a_version_is_the_same_wherever_it_stands():
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        assert tomllib.load(file)["project"]["version"] == jgt.__version__
+    headings = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings and all(re.fullmatch(r"Unreleased|\d+\.\d+\.\d+ - \d{4}-\d{2}-\d{2}", heading) for heading in headings)
 
 
 WORDS = re.split(
