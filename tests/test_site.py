@@ -1,11 +1,13 @@
 """The site of the documentation: every page has a place in its navigation, and its reference is complete."""
 
+import html
 import json
 import re
 import sys
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 import yaml
@@ -49,6 +51,8 @@ def test_the_navigation_has_every_page_once():
         ("docs/plan.md", "[a](../README.md) [b](#here) [c](https://x.org)", "[a](overview.md) [b](#here) [c](https://x.org)"),
         ("docs/plan.md", "[a](../configs/gpu.yaml)", "[a](files/configs/gpu.yaml.md)"),
         ("deploy/README.md", "[a](../docs/training.md)", "[a](../../training.md)"),
+        ("CONTRIBUTING.md", "[a](.github/x.yml)", "[a](files/github/x.yml.md)"),
+        ("docs/plan.md", "[a](pictures/rooms.py) ![b](pictures/a.svg)", "[a](files/docs/pictures/rooms.py.md) ![b](pictures/a.svg)"),
         ("docs/plan.md", "```\n[a](../x)\n```", "```\n[a](../x)\n```"),
         ("docs/plan.md", r"| `a\|b` | \| |", r"| `a|b` | \| |"),
     ],
@@ -129,3 +133,20 @@ def test_the_site_is_built_without_a_warning(tmp_path, monkeypatch):
     assert {path.stem for path in PAGES} - {"index"} <= found | {"notebooks"} and "files" in found
     reference = {entry["location"].partition("#")[2] for entry in index["docs"] if entry["location"].startswith("reference/python/#")}
     assert {f"jgt.{name}" for name in jgt.__all__ if name != "signal"} <= reference
+    assert not list(broken_links(tmp_path / "site"))
+
+
+def broken_links(site):
+    """The links of built pages that lead to no file or to no anchor of it."""
+    texts = {path: path.read_text() for path in site.rglob("*.html")}
+    anchors = {path: set(re.findall(r'\sid="?([^"\s>]+)', text)) for path, text in texts.items()}
+    for path, text in texts.items():
+        for target in re.findall(r'\s(?:href|src)="([^"]*)"', text):
+            place, _, anchor = html.unescape(target).partition("#")
+            # The page for wrong addresses has links from the root of the server.
+            if "://" in place or place.startswith(("mailto:", "data:", "/")):
+                continue
+            file = (path.parent / place).resolve() if place else path
+            file = file / "index.html" if file.is_dir() else file
+            if not file.exists() or (anchor and file in anchors and unquote(anchor) not in anchors[file]):
+                yield f"{path.relative_to(site)}: {target}"

@@ -41,14 +41,16 @@ BOOSTS = {"glossary": 4, "troubleshooting": 3, "newcomers": 2, "reference/": 0.3
 
 def page_of(path: str) -> str:
     """The place in the site of a file or a folder of the repository, which a page links to by its path from the root."""
-    if path.startswith("docs/"):
+    if path.startswith("docs/") and not path.endswith(".py"):
         return f"{path[5:-6]}.md" if path.endswith(".ipynb") else path[5:]
     if path in FRONT:
         return FRONT[path]
     if (ROOT / path).is_dir():
         readme = f"{path}/README.md"
         return page_of(readme) if (ROOT / readme).exists() else f"files/{path}/index.md"
-    return f"files/{path}" if path.endswith(".md") else f"files/{path}.md"
+    # MkDocs leaves out folders whose name begins with a dot.
+    place = f"files/{path}".replace("/.", "/")
+    return place if path.endswith(".md") else f"{place}.md"
 
 
 def linked_from(path: str) -> Iterator[tuple[str, str]]:
@@ -66,7 +68,7 @@ def linked_files() -> list[str]:
     while waiting:
         page = waiting.pop()
         for _, target in linked_from(page):
-            if not target.startswith("docs/") and target not in found and target not in FRONT:
+            if page_of(target).startswith("files/") and target not in found:
                 found.append(target)
                 if target.endswith(".md"):
                     waiting.append(target)
