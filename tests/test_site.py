@@ -83,6 +83,7 @@ def test_the_reference_has_every_key(name):
     for section, value in described["properties"].items():
         part = text.split(f"\n## {section}\n", 1)[1].split("\n## ")[0]
         assert set(keys(value)) == set(re.findall(r"^\| `([^`]+)` ", part, re.MULTILINE))
+    assert not re.findall(r"^\| `([^`]+)`.*\|  \|$", text, re.MULTILINE), "keys without a meaning"
 
 
 def test_a_version_is_the_same_wherever_it_stands():

@@ -32,6 +32,8 @@ LANGUAGES = {
     ".toml": "toml",
     ".c": "c",
 }
+EXPLAINED = {"model": "training.md## model", "pipeline": "pipeline.md## Keys"}
+"""Sections of a run file → the section of a page that explains their keys."""
 UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"
 """Source code in the results of a search would be in front of the pages that explain it."""
 
@@ -131,7 +133,7 @@ def keys_page(name: str, title: str, begin: str) -> str:
     schema = json.loads((ROOT / f"configs/schema/{name}.json").read_text())
     text = [f"# {title}\n\n{begin}\n"]
     for key, value in schema["properties"].items():
-        inner = list(rows(value, ""))
+        inner = list(rows(value, "", meanings(EXPLAINED.get(key, ""))))
         text.append(f"## {key}\n\n{value.get('description', '')}\n")
         if inner:
             text.append("| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(inner) + "\n")
@@ -140,17 +142,30 @@ def keys_page(name: str, title: str, begin: str) -> str:
     return "\n".join(text)
 
 
-def rows(schema: dict[str, Any], prefix: str) -> Iterator[str]:
-    """A row for each key of an object, followed by those of the objects in it."""
+def meanings(section: str) -> dict[str, str]:
+    """Key → meaning, from the tables of a section such as `training.md## model`, for keys whose name says enough in the code."""
+    path, _, heading = section.partition("#")
+    text = (ROOT / "docs" / path).read_text().split(f"\n#{heading}\n")[1].split("\n## ")[0] if section else ""
+    cells = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line.startswith("| `"))
+    return {row[0].strip("`"): re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", row[-1]) for row in cells}
+
+
+def rows(schema: dict[str, Any], prefix: str, explained: dict[str, str]) -> Iterator[str]:
+    """A row for each key of an object, followed by those of the objects in it. explained: the meaning of keys without a description."""
     seen: set[str] = set()
     for form in forms(schema):
         for name, value in form.get("properties", {}).items():
             if name not in seen:
                 seen.add(name)
-                default = f"`{json.dumps(value['default'], ensure_ascii=False)}`" if "default" in value else ""
-                text = str(value.get("description", "")).replace("|", r"\|")
+                default = f"`{shown(value['default'])}`" if "default" in value else ""
+                text = str(value.get("description", "")).replace("|", r"\|") or explained.get(f"{prefix}{name}", "")
                 yield f"| `{prefix}{name}` | {kind(value)} | {default} | {text} |"
-                yield from rows(value, f"{prefix}{name}.")
+                yield from rows(value, f"{prefix}{name}.", explained)
+
+
+def shown(value: Any) -> str:
+    """A default as YAML has it."""
+    return value if isinstance(value, str) and value.isprintable() else json.dumps(value, ensure_ascii=False)
 
 
 def forms(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

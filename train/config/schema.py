@@ -20,6 +20,11 @@ from .config import Config
 
 NAMES = ("run", "rules")
 _NUMBER = {"type": "number", "minimum": 0}
+_LIMITS = {
+    "peak_gb": "the most GB of memory on a device.",
+    "step_ms": "the most milliseconds of a step; needs --target.",
+    "sent_gb": "the most GB that a device sends in a step.",
+}
 _TEXTS = {
     "mesh": "The axes of the mesh and their sizes, outermost first. One size may be -1: the remaining devices.",
     "rules": "The path of a rules file, relative to this one, jgt:NAME for one that jgt ships, or the rules themselves. null: one device.",
@@ -68,7 +73,11 @@ def schemas() -> dict[str, dict[str, Any]]:
     limits = {"type": "object", "additionalProperties": _NUMBER}
     keys: dict[str, dict[str, Any]] = {
         "mesh": {"type": "object", "additionalProperties": size},
-        "budget": {**limits, "properties": dict.fromkeys(Budget.KEYS, _NUMBER), "additionalProperties": limits},
+        "budget": {
+            **limits,
+            "properties": {key: {**_NUMBER, "description": _LIMITS[key]} for key in Budget.KEYS},
+            "additionalProperties": limits,
+        },
     }
     return file_schemas(Config, keys, _TEXTS)
 
