@@ -1,9 +1,12 @@
 """The documentation is true: examples run, messages match the code, and keys, defaults and files exist."""
 
 import dataclasses
+import io
 import itertools
+import json
 import re
 import shlex
+import tarfile
 import typing
 from importlib.util import find_spec
 from pathlib import Path
@@ -178,6 +181,22 @@ def test_the_run_files_of_the_page_on_own_code_are_the_examples():
         assert {key: {inner: run[key].get(inner) for inner in value} for key, value in shown.items()} == shown
 
 
+def write_lines(folder):
+    """The same ten points as JSON lines, Parquet and tar files."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    folder.mkdir()
+    points = [{"x": n / 10, "y": np.sin(n / 10)} for n in range(10)]
+    (folder / "a.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
+    parquet.write_table(pyarrow.Table.from_pylist(points), folder / "a.parquet")
+    with tarfile.open(folder / "a.tar", "w") as tar:
+        for number, point in enumerate(points):
+            for name, x in (("x", np.float32([point["x"]])), ("y", np.float32(point["y"]))):
+                np.save(buffer := io.BytesIO(), x)
+                info = tarfile.TarInfo(f"{number}.{name}.npy")
+                info.size = len(buffer.getvalue())
+                tar.addfile(info, io.BytesIO(buffer.getvalue()))
+
+
 @pytest.mark.slow
 def test_the_code_of_the_page_on_own_code_trains(tmp_path, monkeypatch):
     """All Python of the page is one file. Two runs name what is in it: the page's last run file, and the language model alone."""
@@ -198,6 +217,10 @@ def test_the_code_of_the_page_on_own_code_trains(tmp_path, monkeypatch):
     for _ in range(2):
         result = jgt.run(towers, ["run.name=towers", "data.source=x:y"], data=lambda: mine["stored"](pairs, 16, "pairs"), code="mine.py")
     assert "accuracy" in result.metrics[0] and next(pairs)["text"][0] == 1
+    write_lines(Path("points"))
+    for source, keys in (("simulated", []), *((name, ["data.folder=points"]) for name in ("lines", "parquet", "tars"))):
+        streamed = ["run.name=" + source, f"data={{source: 'mine:{source}'}}", *keys, "data.shuffle_buffer=5", "train.steps=2"]
+        assert jgt.run("waves.yaml", streamed, code="mine.py").is_done
     (model,) = re.findall(r"`(model: \{.*?\})`", OWN.read_text())
     config = document.parse(model, "own.md").plain() | {"run": {"name": "text"}, "train": {"steps": 2, "batch": 8}}
     assert jgt.run(config | {"data": {"source": "stdlib", "eval_tokens": 0}}, ["model.seq=16"], code="mine.py").is_done

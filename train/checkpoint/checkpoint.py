@@ -32,10 +32,10 @@ from ..command_line import EndError, say
 from ..processes.processes import number_of_first_process, true_on_all_processes
 from ..sections import CheckpointConfig
 from ..step.state import State
-from .disk import DiskError, describe
+from .disk import DiskError, describe, write_whole
 from .manifest import Base, Manifest, file_entries
 from .restore import ARRAYS, first_line
-from .saved import Search, array_entries
+from .saved import DATA, Search, array_entries
 from .signature import read_key
 from .steps import Steps
 
@@ -108,10 +108,11 @@ class Checkpoints:
         then = "; the same command resumes from it" if resumes else ""
         return f"the newest checkpoint is from step {steps[-1]}, in {self._steps.folder}{then}"
 
-    def save(self, state: State, step: int, samples: int, phase: int = 0, base: Base | None = None) -> None:
+    def save(self, state: State, step: int, samples: int, phase: int = 0, base: Base | None = None, data: str | None = None) -> None:
         """Starts to save `state` after `step` updates and `samples` sequences of training data. Returns when the arrays are copied.
 
-        phase: the steps since the last exchange of `sync`. base: where the arrays are that the state lacks. Waits for the save before.
+        phase: the steps since the last exchange of `sync`. base: where the arrays are that the state lacks. data: what this process stores
+        about the place in its data. Waits for the save before.
         Raises SaveError, on all processes, if the save before has failed or the new one cannot start; training may continue.
         """
         arrays = array_entries(state.arrays())
@@ -120,7 +121,7 @@ class Checkpoints:
         space = None if failure else self._space_problem(state)
         if not true_on_all_processes(space is None) and number_of_first_process(self._remove_oldest()):
             space = None if failure else self._space_problem(state)
-        failure = failure or space
+        failure = failure or space or self._data_problem(step, data)
         # A process that skipped the save alone would leave the others waiting in Orbax's collectives.
         if not true_on_all_processes(failure is None):
             self._abandon()
@@ -216,6 +217,18 @@ class Checkpoints:
                     self._steps.retire(len(listed) - oldest - 1, kept)
                     return 1
         return 0
+
+    def _data_problem(self, step: int, data: str | None) -> OSError | None:
+        """Writes what this process stores about its data. Returns why that failed."""
+        if data is None:
+            return None
+        path = self._steps.saving(step) / DATA / f"{jax.process_index()}.json"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, data)
+        except OSError as error:
+            return error
+        return None
 
     def _space_problem(self, state: State) -> OSError | None:
         """Why this process's part of a save does not fit on the disk; None if it does."""

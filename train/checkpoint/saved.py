@@ -24,7 +24,7 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
-from jgt import path_text
+from jgt import document, path_text
 from jgt.document import InputError
 
 from ..processes.processes import number_of_first_process, true_on_all_processes
@@ -33,6 +33,9 @@ from .manifest import ArrayEntry, BrokenError, Manifest, UnsignedError
 from .signature import Key
 from .steps import Steps, find_steps
 
+DATA = "data"
+"""The folder in a step of what processes stored about the place in their data."""
+_MAX_DATA_BYTES = 1 << 26
 _Result = TypeVar("_Result")
 _CHANGE = "Give the run another name (run.name=...), or the model and the optimizer that it was started with"
 
@@ -141,6 +144,12 @@ def find_checkpoint(path: Path, key: Key | None = None, *, before: int | None = 
     """The newest whole step of another run, and a line for each newer step that is damaged; as in `search_elsewhere`."""
     search = search_elsewhere(path, key, before=before)
     return search.next(), search.reports
+
+
+def stored_data(saved: SavedStep) -> tuple[str, ...]:
+    """Reads what each process has stored about the place in its data. Raises InputError for a file that is too large, or DiskError."""
+    paths = [saved.folder / entry.path for entry in saved.manifest.files if entry.path.startswith(f"{DATA}/")]
+    return _everywhere(lambda: tuple(document.read_bytes(path, _MAX_DATA_BYTES).decode(errors="replace") for path in paths), saved.folder)
 
 
 def _everywhere(call: Callable[[], _Result], path: Path) -> _Result:

@@ -2,7 +2,8 @@
 
 Training data is an endless sequence of samples: sample i is a window of the data, for every i from 0 on. Global batch k of a
 run that starts at sample s consists of the samples s + k*batch to s + (k+1)*batch - 1, and each process reads only the rows
-that its devices need. Nothing else is kept: there is no iterator state to save, to restore or to split over processes.
+that its devices need. Nothing else is kept: there is no iterator state to save, to restore or to split over processes. The exception are
+streams of the user's own (`train.data.own.streams`), whose place is stored beside the number of samples.
 
 That one rule has three consequences. A run resumes at the right place from a single integer in its checkpoint. It may resume
 with another number of processes, another mesh, or another accumulation, and still sees the same tokens in the same order. And
@@ -28,6 +29,7 @@ import jax
 import numpy as np
 
 from .mapped import MappedFile
+from .own.streams import Streams
 from .tokenizer import Tokenizer
 
 Batch = dict[str, np.ndarray]
@@ -52,8 +54,8 @@ class Data:
     """
 
     fingerprint: dict[str, str | int]
-    train_sequences: int
-    """The number of training samples, in all parts together: one epoch."""
+    train_sequences: int | None
+    """The number of training samples, in all parts together: one epoch. None for a stream, whose end is not known."""
     tokenizer: Tokenizer | None = None
     end: int | None = None
     """The token that ends a document; None if documents are not masked from each other."""
@@ -68,16 +70,18 @@ class Data:
     _stack: Stack
     _mapped: tuple[MappedFile, ...] = ()
     # Lazy: Grain computes sample i when it is asked for. Infinite for training, one pass for evaluation.
-    _train: grain.MapDataset
+    _train: grain.MapDataset | Streams
     _held_out: Mapping[str, grain.MapDataset]
     """By the name of the part of a mixture; under one name, or none, otherwise."""
 
     def train_batches(self, start_sample: int, batch: int, rows: Sequence[int], num_batches: int | None = None) -> Iterator[Batch]:
         """The given rows of global batches 0, 1, ... of a run that starts at sample `start_sample`. Endless without `num_batches`.
 
-        batch: rows of a global batch; rows: which of them to read, each from 0 to batch - 1.
+        batch: rows of a global batch; rows: which of them to read, each from 0 to batch - 1. A stream is at that sample when this returns.
         """
         _check_rows(batch, rows)
+        if isinstance(self._train, Streams):
+            return itertools.islice(self._train.batches(start_sample, batch, rows, self._stack), num_batches)
         if num_batches is None:
             num_batches = (_MAX_SAMPLES - start_sample) // batch
         make = partial(_rows_of_batch, self._train, self._stack, start_sample, batch, tuple(rows))
@@ -99,6 +103,20 @@ class Data:
             num_batches = min(num_batches, max_batches)
         make = partial(_rows_of_batch, held_out, self._stack, 0, batch, tuple(rows))
         return _prefetched(grain.MapDataset.range(num_batches).map(make))
+
+    def restore(self, samples: int, stored: Sequence[str]) -> None:
+        """Tells a stream where its sample `samples` is. stored: as a checkpoint has it from `stored` in each process. Raises InputError."""
+        if isinstance(self._train, Streams):
+            self._train.restore(samples, stored)
+
+    def stored(self, samples: int) -> str | None:
+        """Returns what a checkpoint stores of a stream beside the number of samples, to which the batches have come; None otherwise."""
+        return self._train.stored(samples) if isinstance(self._train, Streams) else None
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the training samples have no index."""
+        return isinstance(self._train, Streams)
 
     def check(self) -> None:
         """Raises DataChangedError if a file that is read during the run has changed since it was opened.

@@ -215,13 +215,21 @@ class OwnData:
     """A function of the user that returns samples, which are dicts of arrays. See `train.data.own`.
 
     source: MODULE:NAME of the function. shuffle: whether training reads the samples in a random order, another one in each epoch.
-    arguments: all further keys, which are passed to it.
+    shuffle_buffer: how many samples of a stream are shuffled together. resume: exact refuses a stream that cannot say where it is, which a
+    resumed run would read again. arguments: all further keys, which are passed to it.
     """
 
     REST: ClassVar[str] = "arguments"
     source: str
     shuffle: bool = True
+    shuffle_buffer: Annotated[int, Bound(low=0, high=10**9)] = 0
+    resume: Literal["skip", "exact"] = "skip"
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def problems(self) -> Iterator[Problem]:
+        """A buffer to shuffle in, without shuffling."""
+        if self.shuffle_buffer and not self.shuffle:
+            yield "shuffle_buffer", f"is {self.shuffle_buffer:,}, but shuffle is false. Remove one of them"
 
 
 def path_problems(config: DataConfig | OwnData) -> Iterator[Problem]:

@@ -23,6 +23,8 @@ from .config import DataConfig, OwnData, Problem, path_problems
 from .encoded import remove_leftovers
 from .mapped import MappedFile
 from .own import OwnSource
+from .own.shard import StreamSource
+from .own.streams import Streams
 from .sources import Opener, Samples, Splits, located, spared_tokens
 from .special import WAYS_TO_NAME_AN_END
 from .stream import Stream, Windows, num_windows
@@ -30,6 +32,7 @@ from .tokenizer import Tokenizer, open_tokenizer
 
 _SEARCHED = 1 << 22
 """Tokens in which a token file must have an end of a document. A wrong id would otherwise pass for one long document."""
+_NO_STATE = "{} is a stream without a state: a run that resumes reads it again up to its place (docs/own.md, Streams)"
 
 
 def open_data(
@@ -80,15 +83,21 @@ def open_data(
     )
 
 
-def open_own_data(source: OwnSource, config: OwnData, *, seed: int) -> Data:
-    """The samples of a user's function, in an order that depends on the seed. Raises InputError if there are none."""
+def open_own_data(source: OwnSource, config: OwnData, *, seed: int, processes: int = 1) -> Data:
+    """The samples of a user's function, in an order that depends on the seed. processes: those of the run."""
+    if isinstance(source.train, StreamSource):
+        train, count = Streams(source.train, buffer=config.shuffle_buffer, seed=seed, processes=processes), None
+        notes = () if source.train.has_state else (_NO_STATE.format(config.source),)
+    else:
+        train, count, notes = _endless(grain.MapDataset.source(source.train), seed, 0, shuffles=config.shuffle), len(source.train), ()
     return Data(
         fingerprint=source.fingerprint,
-        train_sequences=len(source.train),
+        train_sequences=count,
         element=source.element,
+        notes=notes,
         pads=False,
         _stack=source.stack,
-        _train=_endless(grain.MapDataset.source(source.train), seed, 0, shuffles=config.shuffle),
+        _train=train,
         _held_out={} if source.held_out is None else {"eval": grain.MapDataset.source(source.held_out)},
     )
 

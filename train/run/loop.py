@@ -89,6 +89,7 @@ class Loop:
         has_ended = newest >= self.num_steps or (self.evaluations is not None and self.evaluations.begin(newest))
         compiling = None if has_ended else self._compile()
         position = Start(self.setup, self.data.fingerprint, self._phase, self.screen.say).position(self.checkpoints, resume)
+        self.data.restore(position.samples, position.data)
         self._count_epochs(position)
         self.exports.num_steps = self.num_steps
         self.exports.begin(position.step)
@@ -159,7 +160,7 @@ class Loop:
     def _count_epochs(self, position: Position) -> None:
         epochs, samples = self._config.train.epochs, self.data.train_sequences
         self.setup = self.setup.with_epochs(samples, position.step, position.samples)
-        if epochs is not None:
+        if epochs is not None and samples is not None:
             self.screen.say(f"{epochs:g} epochs of {samples:,} samples are {self.num_steps:,} steps")
 
     def _replace_config(self, step: int) -> None:
@@ -189,6 +190,7 @@ class Loop:
 
     def _steps(self, position: Position, compiling: Future[Any]) -> Position:
         """Trains from a position to the last step, or until a signal stops the run, and saves the state that it reached."""
+        batches = self._batches(position.samples)
         # Compiled before the loop, so that the first step's time limit and the first lap do not include it.
         with self._phase("compile"):
             train_step, exchange = self._compiled(compiling), self._exchange(position)
@@ -197,7 +199,7 @@ class Loop:
         saves = Saves(self.setup, self.data, self.checkpoints, self.watch, self.records, self._phase, position.step)
         self._position = position
         try:
-            self._train(train_step, exchange, progress, saves)
+            self._train(train_step, exchange, batches, progress, saves)
         except BaseException as error:
             saves.rescue(progress, self._position, error)
             raise
@@ -205,13 +207,23 @@ class Loop:
         saves.finish(self._position)
         return self._position
 
-    def _train(self, train_step: Any, exchange: _Exchange, progress: Progress, saves: Saves) -> None:
+    def _batches(self, samples: int) -> Iterator[Any]:
+        """The training batches after this many samples. A stream is brought there first, which may take any time."""
+        if not self.data.is_stream:
+            return self._feed.train(samples)
+        with self._phase("open", what="stream"):
+            self.watch.begin_unlimited("reading the stream up to its place")
+            batches = self._feed.train(samples)
+            barrier("stream")
+        return batches
+
+    def _train(self, train_step: Any, exchange: _Exchange, batches: Iterator[Any], progress: Progress, saves: Saves) -> None:
         """Trains from the position of this object, which each step replaces, to the last step, or until a signal stops the run."""
         config, position = self._config.train, self._position
         if self.evaluations is not None and self.evaluations.lack(position.step):
             self._evaluate_if_due(progress, saves)
         # The feed has no end, so the range of steps decides.
-        for step, batch in zip(range(position.step + 1, self.num_steps + 1), self._feed.train(position.samples), strict=False):
+        for step, batch in zip(range(position.step + 1, self.num_steps + 1), batches, strict=False):
             if self._ended_at is not None:
                 break
             self._check_lock()

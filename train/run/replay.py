@@ -27,7 +27,7 @@ import numpy as np
 
 from jgt.document import InputError
 
-from ..checkpoint.saved import find_checkpoint
+from ..checkpoint.saved import find_checkpoint, stored_data
 from ..checkpoint.signature import read_key
 from ..command_line import say
 from ..config import Run
@@ -98,6 +98,8 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
     train_step, feed = setup.compile_train_step(), Feed(with_reference(setup, data), setup)
     passes: list[dict[int, ReplayedStep]] = []
     samples = 0 if saved is None else saved.manifest.samples
+    if saved is not None:
+        data.restore(samples, stored_data(saved))
     setup = setup.with_epochs(data.train_sequences, begin, samples)
     before: State | None = None
     # Both passes run the same compiled program on the same samples. A difference can only come from the machine or from a kernel.

@@ -132,7 +132,8 @@ class Saves:
         # A state that was trained on samples of a changed file must never become a checkpoint.
         self.data.check()
         state = position.state if position.base is None else replace(position.state, frozen={})
-        self.checkpoints.save(self.setup.to_save(state), position.step, position.samples, position.phase, position.base)
+        data = self.data.stored(position.samples)
+        self.checkpoints.save(self.setup.to_save(state), position.step, position.samples, position.phase, position.base, data)
         self._saved, self._failure = position.step, None
 
     def _wait(self, share: float) -> None:

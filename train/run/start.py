@@ -30,7 +30,7 @@ from ..adapt.adapters import factors_of
 from ..checkpoint.checkpoint import Checkpoints
 from ..checkpoint.manifest import Base
 from ..checkpoint.restore import restore, without_keys
-from ..checkpoint.saved import SavedStep, Search, UnusableError, search_elsewhere
+from ..checkpoint.saved import SavedStep, Search, UnusableError, search_elsewhere, stored_data
 from ..checkpoint.signature import read_key
 from ..command_line import say
 from ..data.batches import Data
@@ -51,7 +51,8 @@ _Restored = TypeVar("_Restored")
 class Position:
     """The progress of a run: its state, the updates so far, the sequences of training data consumed, and the steps since an exchange.
 
-    base: published weights that hold the frozen parameters, so that no checkpoint needs them.
+    base: published weights that hold the frozen parameters, so that no checkpoint needs them. data: what the checkpoint has about the place
+    in the data.
     """
 
     state: State
@@ -59,6 +60,7 @@ class Position:
     samples: int = 0
     phase: int = 0
     base: Base | None = None
+    data: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,9 @@ class Start:
             return self.fresh()
         (saved, state), manifest = restored, restored[0].manifest
         base = resumed_base(saved, run.config.model, self.setup.saved_shapes.frozen)
-        return Position(state=state, step=manifest.step, samples=manifest.samples, phase=manifest.phase, base=base)
+        # Other data, which --allow-change permits, begins at its beginning.
+        data = stored_data(saved) if manifest.fingerprints.get("data") == dict(self.data) else ()
+        return Position(state=state, step=manifest.step, samples=manifest.samples, phase=manifest.phase, base=base, data=data)
 
     def fresh(self) -> Position:
         """The position before the first step of a new run.
@@ -254,10 +258,10 @@ class Feed:
             raise InputError([f"{few} the {shards} devices that split a batch. Hold out more, or none ({source})"])
 
     def train(self, samples: int) -> Iterator[dict[str, jax.Array]]:
-        """Training batches without end, after the first `samples` sequences of the training data."""
+        """Training batches without end, after the first `samples` sequences of the training data. Of a stream, returns when it is there."""
         rows = self._rows(self._batch)
-        for local in self._data.train_batches(samples, self._batch, rows):
-            yield self._global(local, self._batch, rows)
+        batches = self._data.train_batches(samples, self._batch, rows)
+        return (self._global(local, self._batch, rows) for local in batches)
 
     def evaluation(self, max_batches: int | None, part: str | None = None) -> Iterator[dict[str, jax.Array]]:
         """The held-out samples, of one part or of all, once, in order; of each part at most `max_batches` batches of `eval_batch` rows."""

@@ -232,7 +232,7 @@ def opened_data(run: Run) -> Data:
     data, folder, seed = run.config.data, run.config.run.path, run.config.run.seed
     sizes = {"seq": run.config.model.seq, "vocab": run.config.model.vocab}
     if isinstance(data, OwnData):
-        return open_own_data(open_own(data, run.code, run.where, **sizes), data, seed=seed)
+        return open_own_data(open_own(data, run.code, run.where, **sizes), data, seed=seed, processes=number_of_processes())
     return open_data(data, **sizes, seed=seed, cache_dir=folder / "data", where=run.where)
 
 

@@ -85,8 +85,7 @@ def sample_batch(setup: Setup) -> Mapping[str, jax.Array]:
     run, shapes = setup.run, setup.batch_shapes
     if isinstance(run.config.data, OwnData):
         source = open_own(run.config.data, run.code, run.where, seq=run.config.model.seq, vocab=run.config.model.vocab)
-        samples = [source.train[n % len(source.train)] for n in range(run.config.train.batch)]
-        return {name: jnp.asarray(x) for name, x in source.stack(samples).items()}
+        return {name: jnp.asarray(x) for name, x in source.first(run.config.train.batch).items()}
     random, vocab, shape = np.random.default_rng(0), run.config.model.vocab, shapes["inputs"].shape
     arrays = {
         "inputs": random.integers(0, vocab, shape),

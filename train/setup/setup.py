@@ -71,7 +71,7 @@ class Setup(StateLayout):
         """The settings of a step, f32[3]: the third argument of the compiled step."""
         return settings_of_step(self.run.config.optimizer, self.run.steps, step)
 
-    def with_epochs(self, samples_of_epoch: int, step: int = 0, samples: int = 0) -> Setup:
+    def with_epochs(self, samples_of_epoch: int | None, step: int = 0, samples: int = 0) -> Setup:
         """The setup with the number of steps that `train.epochs` makes, for a run that has taken `step` steps and read `samples` samples.
 
         The last step completes the last epoch, whatever batches the steps so far had.
@@ -79,6 +79,9 @@ class Setup(StateLayout):
         train = self.run.config.train
         if train.epochs is None:
             return self
+        if samples_of_epoch is None:
+            where = f"{self.run.where('train.epochs')}: train.epochs"
+            raise InputError([f"{where}: nobody knows how many samples a stream has. Set train.steps instead"])
         left = math.ceil(train.epochs * samples_of_epoch) - samples
         return replace(self, run=replace(self.run, epoch_steps=max(step - (-left // train.batch), 1)))
 

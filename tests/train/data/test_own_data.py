@@ -85,16 +85,12 @@ def test_a_sample_with_other_arrays_is_named(other, expected):
 @pytest.mark.parametrize(
     ("made", "expected"),
     [
-        (iter([]), "returned a value of type list_iterator. Return samples with a length and an index"),
-        ((x for x in []), "returned a value of type generator. Return samples with a length and an index"),
+        (iter([]), "has no samples"),
         ("text", "returned a value of type str. Return samples with a length and an index"),
         ({"x": np.zeros(4), "y": np.zeros(3)}, "len() failed: ValueError: the arrays have different numbers of samples: {'x': 4, 'y': 3}"),
         ({}, "has no samples"),
         (None, "returned None. Return samples"),
-        (
-            grain.MapDataset.range(3).to_iter_dataset(),
-            "returned a value of type PrefetchIterDataset. Return samples",
-        ),
+        (grain.MapDataset.range(3).to_iter_dataset(), "sample 0 is a value of type int. A sample is a dict of arrays by name"),
         ([], "has no samples"),
         ([np.zeros(2)], "sample 0 is a value of type ndarray. A sample is a dict of arrays by name"),
         ([{"x": "text"}], "sample 0: x is a value of type str, not an array of numbers"),

@@ -150,7 +150,10 @@ def test_a_save_that_fails_while_a_run_stops_early_does_not_say_that_training_co
             return "no checkpoint was saved"
 
     run = SimpleNamespace(steps=100, config=SimpleNamespace(checkpoint=SimpleNamespace(minutes=10)))
-    setup, nothing = SimpleNamespace(run=run, to_save=lambda state: state), SimpleNamespace(check=lambda: None, event=lambda *_, **__: None)
+    setup, nothing = (
+        SimpleNamespace(run=run, to_save=lambda state: state),
+        SimpleNamespace(check=lambda: None, stored=lambda samples: None, event=lambda *_, **__: None),
+    )
     saves = Saves(setup, nothing, Failing(), None, nothing, lambda *_, **__: nullcontext(), 0)
     saves.finish(Position(state=None, step=7, samples=0, phase=0))
     assert Failing.saved == [7]
@@ -183,7 +186,10 @@ def clocked(monkeypatch):
         )
         checkpoints = Fake(bad=bad, describe=lambda: "")
         phase = lambda name, **details: nullcontext()  # noqa: E731
-        setup, data = SimpleNamespace(run=run, to_save=lambda state: state), SimpleNamespace(check=lambda: None)
+        setup, data = (
+            SimpleNamespace(run=run, to_save=lambda state: state),
+            SimpleNamespace(check=lambda: None, stored=lambda samples: None),
+        )
         saves = Saves(setup, data, checkpoints, watch, SimpleNamespace(event=lambda *_, **more: None), phase, 0)
         progress = SimpleNamespace(interrupted=nullcontext)
         for step in range(1, 40):

@@ -1,0 +1,134 @@
+"""A user's own data: a function that returns samples, which are dicts of arrays.
+
+    def digits(split: str):                          # called once with "train" and once with "eval"
+        images, labels = ...
+        return [{"image": image, "label": label} for image, label in zip(images, labels)]
+
+The samples are anything with a length and an index, a Grain MapDataset too, or a dict of arrays with a row for each sample: then sample i
+of the order is the same on every number of processes, and a run resumes from the number of samples alone. Or they are a stream, which has
+an iterator and no index (`shard.py`). A function without the argument `split` returns the training samples, or a pair with the held-out
+ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jgt.document import InputError
+
+from ...code.files import Code
+from ...code.names import call_with, load_object
+from ..config import OwnData
+from .samples import IndexedSamples, Sample, SampleError, SampleShapes, held_out_samples, named, shapes_of
+from .shard import Shard, StreamSource
+
+_MOST_HASHED = 16
+_REMEDY = "Return samples with a length and an index, such as a list of dicts or a dict of arrays, or a stream of dicts (docs/own.md)"
+_STATEFUL = (
+    "Return an iterator with state_dict() and load_state_dict(state), or with get_state() and set_state(state) (docs/own.md, Streams)"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnSource:
+    """Opened samples. element: the arrays of one sample. fingerprint: see `train.data.batches.Data`."""
+
+    train: IndexedSamples | StreamSource
+    held_out: IndexedSamples | None
+    element: SampleShapes
+    fingerprint: dict[str, str | int]
+
+    def stack(self, samples: Sequence[Any]) -> Sample:
+        """The batch of some samples."""
+        return {name: np.stack([sample[name] for sample in samples]) for name in self.element}
+
+    def first(self, count: int) -> Sample:
+        """A batch of the first samples, which begin anew where there are fewer."""
+        if isinstance(self.train, StreamSource):
+            shard = Shard(self.train)
+            return self.stack([shard.take() for _ in range(count)])
+        return self.stack([self.train[n % len(self.train)] for n in range(count)])
+
+
+def open_own(config: OwnData, code: Code, where: Callable[[str], str], *, seq: int, vocab: int) -> OwnSource:
+    """Calls the function and looks at some samples. where(key): file and line of a key of the config. Raises InputError."""
+    function = load_object(config.source, "data.source", code, where("data.source"))
+    parameters = inspect.signature(function).parameters
+
+    def place(key: str) -> str:
+        return f"{where(f'data.{key}')}: data.{key}"
+
+    def call(split: str, shard: int = 0, shards: int = 1, epoch: int = 0) -> Any:
+        offered = {"seq": seq, "vocab": vocab, "split": split, "shard": shard, "shards": shards, "epoch": epoch}
+        return call_with(function, config.arguments, offered, lambda key: place(key or "source"))
+
+    def splits(*which: int) -> tuple[Any, Any]:
+        made = call("train", *which)
+        return made if "split" not in parameters and isinstance(made, tuple) and len(made) == 2 else (made, None)
+
+    here, is_sharded = f"{place('source')}: {config.source}", {"shard", "shards"} <= parameters.keys()
+    train, held = splits()
+    if "split" in parameters:
+        held = call("eval")
+    fingerprint = dict[str, str | int](source=config.source)
+    try:
+        if _is_stream(train, here):
+            samples = StreamSource(lambda *which: splits(*which)[0], here, train, is_sharded=is_sharded)
+            fingerprint |= {"form": "stream", "sha256": _hash([samples.first])}
+        else:
+            samples = _indexed(train, here)
+            fingerprint |= {"train_samples": len(samples), "sha256": _hash(samples)}
+        _check_keys(config, samples, place, named(train))
+        held = None if held is None else _held_out(held, samples.element, f"{here} (eval)")
+        if held:
+            fingerprint |= {"eval_samples": len(held), "eval_sha256": _hash(held)}
+    except SampleError as error:
+        raise InputError([str(error)]) from error
+    return OwnSource(train=samples, held_out=held or None, element=samples.element, fingerprint=fingerprint)
+
+
+def _check_keys(config: OwnData, samples: IndexedSamples | StreamSource, place: Callable[[str], str], made: str) -> None:
+    """Raises InputError for keys that are for other samples. made: what the function returned."""
+    is_stream = isinstance(samples, StreamSource)
+    if config.shuffle_buffer and not is_stream:
+        raise InputError([f"{place('shuffle_buffer')}: is for streams. data.shuffle shuffles samples with an index. Remove the key"])
+    if config.resume == "exact" and is_stream and not samples.has_state:
+        raise InputError([f"{place('resume')}: exact needs a stream that can say where it is, and {made} cannot. {_STATEFUL}"])
+
+
+def _is_stream(made: Any, where: str) -> bool:
+    """Whether samples have an iterator and no index. Raises InputError for what is neither."""
+    if isinstance(made, Mapping) or (not isinstance(made, str) and hasattr(made, "__len__") and hasattr(made, "__getitem__")):
+        return False
+    if isinstance(made, str) or not hasattr(made, "__iter__"):
+        raise InputError([f"{where}: returned {named(made)}. {_REMEDY}"])
+    return True
+
+
+def _indexed(made: Any, where: str) -> IndexedSamples:
+    samples = IndexedSamples(made, where)
+    if not len(samples):
+        raise InputError([f"{where}: has no samples"])
+    samples.element = shapes_of(samples[0], where)
+    return samples
+
+
+def _held_out(made: Any, element: SampleShapes, where: str) -> IndexedSamples:
+    samples = held_out_samples(made, element, where) if _is_stream(made, where) else IndexedSamples(made, where)
+    samples.element = element
+    return samples
+
+
+def _hash(samples: Sequence[Sample] | IndexedSamples) -> str:
+    """A checksum of some samples, evenly spread."""
+    digest, count = hashlib.sha256(), len(samples)
+    for index in sorted({i * (count - 1) // (_MOST_HASHED - 1) for i in range(_MOST_HASHED)}):
+        for name, x in sorted(samples[index].items()):
+            digest.update(f"{name}{np.shape(x)}".encode() + np.ascontiguousarray(x).tobytes())
+    return digest.hexdigest()
