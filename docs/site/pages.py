@@ -134,7 +134,9 @@ def keys_page(name: str, title: str, begin: str) -> str:
     text = [f"# {title}\n\n{begin}\n"]
     for key, value in schema["properties"].items():
         inner = list(rows(value, "", meanings(EXPLAINED.get(key, ""))))
-        text.append(f"## {key}\n\n{value.get('description', '')}\n")
+        # A section describes itself as the section of its name, and its page says more.
+        about = value.get("description", "").replace(f"The `{key}:` section.", f"[What the keys of `{key}` do](../training.md#{key})")
+        text.append(f"## {key}\n\n{about}\n")
         if inner:
             text.append("| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(inner) + "\n")
         else:
