@@ -42,7 +42,7 @@ from train.plan.__main__ import parser as plan_parser
 from train.processes.processes import MAX_VIRTUAL_CPU
 from train.report.accounts import CAUSES, account
 from train.report.events import Event
-from train.sections import ExportConfig, Fault, SpikesConfig, StopEarlyConfig
+from train.sections import ExportConfig, Fault, HookConfig, SpikesConfig, StopEarlyConfig
 from train.sync.config import OuterConfig, SyncConfig
 
 ROOT = Path(__file__).parent.parent
@@ -54,6 +54,7 @@ SECTIONS = {name: type(value) for name, value in vars(Config()).items() if datac
 SHIPPED = sorted((ROOT / "configs/rules").glob("*.yaml"))
 PIPELINE, PLAN, RELIABILITY = ROOT / "docs/pipeline.md", ROOT / "docs/plan.md", ROOT / "docs/reliability.md"
 NOTEBOOK, OWN, SCALING = ROOT / "docs/notebook.md", ROOT / "docs/own.md", ROOT / "docs/scaling.md"
+HOOKS = ROOT / "docs/hooks.md"
 WEIGHTS, PUBLISHED = ROOT / "docs/weights.md", ROOT / "docs/published.md"
 needs_plan_gpu = pytest.mark.skipif(
     jax.__version__ != "0.10.2" or not find_spec("jax_cuda13_plugin"), reason="shown for this version, with the extra plan-gpu"
@@ -141,7 +142,7 @@ def test_the_python_page_has_every_public_name():
 
 def test_no_python_stands_elsewhere():
     """Each page with Python has a test that runs it."""
-    assert {page for page in PAGES if blocks(page, "python")} == {README, PYTHON, NOTEBOOK, OWN, WEIGHTS, PUBLISHED}
+    assert {page for page in PAGES if blocks(page, "python")} == {README, PYTHON, NOTEBOOK, OWN, HOOKS, WEIGHTS, PUBLISHED}
 
 
 def test_the_model_that_names_its_tensors():
@@ -415,6 +416,25 @@ def test_every_cause_and_every_key_of_a_report_stands_there():
     assert documented == {"key", *found}
     inside = [*found["causes"]["steps"], *found["starts"][0], *found["skipped"], *found["throughput"], *found["stragglers"]]
     assert all(f"`{key}`" in text for key in [*inside, *found["stragglers"]["processes"][0]])
+
+
+def test_the_hooks_of_the_page_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("\n".join(blocks(HOOKS, "python")))
+    first, second = blocks(HOOKS, "yaml")
+    Path("run.yaml").write_text(first)
+    more = document.parse(second, "hooks.md").plain()
+    overrides = [f"hooks.counting={more['hooks']['counting']}", "hooks.moved={call: 'mine:Moved', every: 2}", "hooks.draw.every=4"]
+    overrides += [f"checkpoint.best={more['checkpoint']['best']}", f"train.stop_early={more['train']['stop_early']}"]
+    result = jgt.run("run.yaml", [*overrides, "train.steps=4", "train.eval_every=2", "mesh={data: 1}"], code="mine.py")
+    assert {"largest", "moved", "eval_counting"} <= {name for row in result.metrics for name in row}
+
+
+def test_every_key_of_a_hook_stands_with_its_default():
+    documented = keys_and_defaults(HOOKS.read_text())
+    shown = {dataclasses.MISSING: "required", None: "`null`", (): "`[]`", "stop": "`stop`"}
+    fields = {f.name: shown[f.default] for f in dataclasses.fields(HookConfig) if f.name != HookConfig.REST}
+    assert {key: documented[key] for key in fields} == fields
 
 
 # -- keys --------------------------------------------------------------------------------------------------------

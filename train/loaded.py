@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,14 @@ class Loaded:
             return self.tokenizer.special.ends
         folder = self.config.hf if isinstance(self.config, ModelConfig) else None
         return () if folder is None else declared_ends(Path(folder))
+
+    def of(self, params: Any, variables: Any, step: int) -> Loaded:
+        """The same model with other arrays, or with None, which needs no programs that this one has compiled."""
+        other, made = replace(self, params=params, variables=variables, step=step), dict(self.__dict__)
+        other.__dict__.update({name: made[name] for name in ("tokenizer", "apply") if name in made})
+        if "generator" in made:
+            other.__dict__["generator"] = made["generator"].of(params, variables)
+        return other
 
     @functools.cached_property
     def generator(self) -> Generator:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from jgt import MeshSizes, document
 from jgt.document import Bound, LocalPath
@@ -273,6 +273,30 @@ class CheckpointConfig:
     weights: LocalPath | None = None
     cast: bool = False
     export: ExportConfig | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HookConfig:
+    """An entry of `hooks:`, code of the user's own that is called while the run trains.
+
+    call: MODULE:NAME of a function, which gets the moment and the other keys, or of a class, which gets these keys when the run starts.
+    every: steps between two calls. null: no calls by steps.
+    at: other moments at which it is called.
+    on_error: the answer to an error in it. stop: the run saves its state and ends. warn: a line on stderr, and training continues.
+    arguments: all further keys.
+    """
+
+    REST: ClassVar[str] = "arguments"
+    call: str
+    every: Count | None = None
+    at: tuple[Literal["start", "eval", "save", "end"], ...] = ()
+    on_error: Literal["stop", "warn"] = "stop"
+    arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """A hook has to be called sometime."""
+        if self.every is None and not self.at:
+            yield "call", "is never called. Add every: N, for every N-th step, or at: with some of start, eval, save and end"
 
 
 @dataclass(frozen=True, kw_only=True)

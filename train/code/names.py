@@ -112,8 +112,24 @@ def load_object(name: str, key: str, code: Code, where: str) -> Any:
 def call_with(function: Callable[..., Any], given: Mapping[str, Any], offered: Mapping[str, Any], where: Callable[[str], str]) -> Any:
     """function(**given), with the values of the run that its signature has too.
 
+    given, offered, where: as for `checked_arguments`. Raises InputError as it does, and if the function fails.
+    """
+    arguments = checked_arguments(function, given, offered, where)
+    try:
+        return function(**arguments)
+    except InputError:
+        raise
+    except FAILURES as error:
+        raise InputError([f"{where('')}: {getattr(function, '__name__', 'the function')} failed: {described(error)}"]) from error
+
+
+def checked_arguments(
+    function: Callable[..., Any], given: Mapping[str, Any], offered: Mapping[str, Any], where: Callable[[str], str]
+) -> dict[str, Any]:
+    """The arguments of a call with the keys of a config, and with the values of the run that the function's signature has too.
+
     given: the keys of the config. offered: the values of the run. where: maps a key to its file, line and full name, for messages. Raises
-    InputError with all keys that the function does not take or lacks, and if it fails.
+    InputError with all keys that the function does not take or lacks.
     """
     # A class is asked by its __init__: the metaclass of nnx modules takes anything.
     is_class = isinstance(function, type)
@@ -138,13 +154,7 @@ def call_with(function: Callable[..., Any], given: Mapping[str, Any], offered: M
     ]
     if problems:
         raise InputError(problems)
-    arguments = {**{key: value for key, value in offered.items() if key in parameters}, **{k: _hashable(v) for k, v in given.items()}}
-    try:
-        return function(**arguments)
-    except InputError:
-        raise
-    except FAILURES as error:
-        raise InputError([f"{where('')}: {title} failed: {described(error)}"]) from error
+    return {**{key: value for key, value in offered.items() if key in parameters}, **{k: _hashable(v) for k, v in given.items()}}
 
 
 def load_callable(key: str, name: str, arguments: Mapping[str, Any], code: Code, where: Callable[[str], str]) -> Callable[..., Any]:

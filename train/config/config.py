@@ -21,6 +21,7 @@ from ..sections import (
     CheckpointConfig,
     DebugConfig,
     DevicesConfig,
+    HookConfig,
     LoggerName,
     RunConfig,
     TrainConfig,
@@ -37,7 +38,8 @@ OWN = ("model.kind", "train.loss", "optimizer.name", "data.source")
 class Config:
     """All sections of a run. The `Node` fields are parts of the document that other rooms read: mesh, rules and budget.
 
-    log: where metrics go beside metrics.jsonl. null: TensorBoard's files if tensorboardX is installed.
+    log: where metrics go beside metrics.jsonl. null: TensorBoard's files if tensorboardX is installed. hooks: code of the user's own that
+    the run calls while it trains, by a name for it.
     """
 
     WORDS = OTHER_WORDS
@@ -59,6 +61,7 @@ class Config:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: tuple[LoggerName, ...] | None = None
+    hooks: dict[str, HookConfig] = field(default_factory=dict[str, HookConfig])
     debug: DebugConfig = field(default_factory=DebugConfig)
     budget: Node | None = None
 
@@ -128,6 +131,8 @@ def _plain(value: Any) -> Any:
     """A section or another part as the file has it: keys that a section only passes on are keys like all others."""
     if isinstance(value, Node):
         return value.plain()
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         values = {field.name: asdict(value)[field.name] for field in fields(value) if field.init}
         rest = values.pop(getattr(value, "REST", ""), {})

@@ -25,7 +25,7 @@ from ..code.files import Code, read_code
 from ..code.names import name_problem, object_name
 from ..data.config import path_problems
 from ..models.config import ModelConfig
-from ..sections import DPO, TrainConfig, logger_problem, missing_loggers
+from ..sections import DPO, HookConfig, TrainConfig, logger_problem, missing_loggers
 from ..sync.config import SyncConfig
 from ..weights.adapters import with_adapter
 from ..weights.described import with_published
@@ -183,10 +183,11 @@ def _stack_problems(run: Run) -> Iterator[str]:
 
 def _own_problems(run: Run) -> Iterator[str]:
     """Names of the user's own code that cannot be resolved."""
-    for key in OWN:
+    names = {key: run.own(key) for key in OWN} | {f"hooks.{hook}.call": config.call for hook, config in run.config.hooks.items()}
+    for key, name in names.items():
         problems: list[str] = []
         with InputError.collect(problems):
-            if (name := run.own(key)) and (problem := name_problem(name, key, run.code)):
+            if name and (problem := name_problem(name, key, run.code)):
                 problems.append(run.root.find(key).problem(problem))
         yield from problems
 
@@ -223,6 +224,8 @@ def _readable_sections(root: Node) -> Config:
             values[name] = None if child.value is None else bind(child, _OPTIONAL[name], [])
         elif name == "log":
             continue
+        elif name == "hooks":
+            values[name] = {key: hook for key, node in child.children.items() if (hook := bind(node, HookConfig, []))}
         elif name in Config.__dataclass_fields__:
             cls = type(getattr(Config(), name))
             bound = bind(child, cls, [])

@@ -1,5 +1,9 @@
-"""The evaluations of a run and what follows from them: the checkpoint of the best step, an early end."""
+"""Consequences of the steps and evaluations of a run: calls of the user's own code, the best checkpoint, an early end."""
 
 from .evaluations import Evaluations as Evaluations
 from .evaluations import held_out_means as held_out_means
 from .evaluations import open_evaluations as open_evaluations
+from .hooks import Hook as Hook
+from .hooks import HookError as HookError
+from .hooks import Hooks as Hooks
+from .hooks import open_hooks as open_hooks

@@ -7,7 +7,7 @@ run that was killed decides as one that never was, and a checkpoint needs no fur
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,6 +89,20 @@ class Evaluations:
         for metric in filter(None, (self._best, self._stop)):
             metric.add(step, row)
 
+    def check(self, names: Iterable[str]) -> None:
+        """Raises InputError if evaluations on held-out data have these metrics, and so none of them ever has one that is asked for."""
+        config, known, problems = self._run.config, list(names), list[str]()
+        # Tasks, and hooks at other steps, log metrics when their time comes.
+        if config.eval.tasks or any(hook.every is not None for hook in config.hooks.values()):
+            return
+        for key, metric in (("checkpoint.best", self._best), ("train.stop_early.by", self._stop)):
+            if metric is not None and metric.name not in known:
+                have = f"Evaluations have {', '.join(known)}" if known else "The data holds nothing out, so there are no evaluations"
+                why = f"no evaluation has the metric {metric.name!r}. {nearest(metric.name, known, lists=False)} {have}"
+                problems.append(" ".join(f"{self._run.where(key)}: {key}: {why}".split()))
+        if problems:
+            raise InputError(problems)
+
     def lack(self, step: int) -> bool:
         """Whether a kill came between the save of this step and its evaluation."""
         return bool(number_of_first_process(int(step > 0 and step not in self._known)))
@@ -127,21 +141,17 @@ class Evaluations:
         return f"Best checkpoint: {self._folder / FOLDER / str(step)}, with {self._best.name} {self._best.value(step):.6g}"
 
 
-def open_evaluations(run: Run, names: Iterable[str], *, has_more: bool) -> Evaluations | None:
-    """The evaluations of a run; None if nothing follows from them. names: the metrics of its evaluations; has_more: there may be others.
+def open_evaluations(run: Run, names: Callable[[], Iterable[str]]) -> Evaluations | None:
+    """The evaluations of a run; None if nothing follows from them. names(): the metrics of its evaluations on held-out data.
 
-    Raises InputError for a metric that no evaluation has.
+    Raises InputError for a metric that no evaluation has. What hooks return is known only at the first evaluation.
     """
-    stop, best = run.config.train.stop_early, run.config.checkpoint.best
-    asked = {"checkpoint.best": best, "train.stop_early.by": None if stop is None else stop.by}
-    problems: list[str] = []
-    for key, name in ((key, name.removeprefix("-")) for key, name in asked.items() if name is not None):
-        if not has_more and name not in (known := list(names)):
-            have = f"Evaluations have {', '.join(known)}" if known else "The data holds nothing out, so there are no evaluations"
-            problems.append(f"{run.where(key)}: {key}: no evaluation has the metric {name!r}. {nearest(name, known, lists=False)} {have}")
-    if problems:
-        raise InputError([" ".join(problem.split()) for problem in problems])
-    return Evaluations(run) if any(asked.values()) else None
+    if run.config.train.stop_early is None and run.config.checkpoint.best is None:
+        return None
+    evaluations = Evaluations(run)
+    if not run.config.hooks:
+        evaluations.check(names())
+    return evaluations
 
 
 def held_out_means(step: Any, params: Any, variables: Any, batches: Mapping[str, Iterable[Any]], mesh: Any) -> dict[str, float]:

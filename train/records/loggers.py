@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ..report.rows import forget_rows_after, read_metrics
+from .media import Medium
 from .sink import AppendedFile, Sink
 
 
 class Logger:
-    """A place that gets the metrics of process 0. sink: counts the rows that it lost."""
+    """A place that gets the metrics of process 0. sink: counts the rows that it lost. takes: the types of media that it shows."""
+
+    takes: tuple[type, ...] = ()
 
     def __init__(self, sink: Sink):
         self.sink = sink
@@ -26,6 +29,9 @@ class Logger:
     def add(self, step: int, values: Mapping[str, Any]) -> None:
         """Adds the metrics of a step: numbers, or None for what is not known."""
         raise NotImplementedError
+
+    def add_medium(self, step: int, name: str, value: Medium) -> None:
+        """Adds an image, a histogram or a text, if its type is one of `takes`."""
 
     def forget_after(self, step: int) -> None:
         """Drops the rows of later steps than the one that this start resumes from: it trains them again."""

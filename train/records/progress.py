@@ -108,6 +108,7 @@ class Progress:
         says = jax.process_index() == 0 or setup.phases is not None
         self._guard = UpdateGuard(self._config.train, records, enabled=says)
         self._dispatched, self._total = done, setup.run.steps
+        self._last: StepResult | None = None
         self._epoch_samples, self._tokens = epoch_samples, tokens_per_sample(setup.batch_shapes)
         model, peak = self._config.model, peak_flops(jax.devices()[0].device_kind)
         self._flops = None if self._tokens is None else self._tokens * model.flops_per_token(setup.num_parameters, setup.num_frozen)
@@ -158,6 +159,7 @@ class Progress:
         # One transfer for all metrics of the step.
         done = done._replace(metrics=fetch_metrics(done.metrics, has_replicas=self._setup.phases is not None))
         finish_trial()
+        self._last = done
         total = self._total
         if done.step % self._config.train.log_every == 0 or done.step == total:
             row = self._row(done, self._clock.lap(done.step, finished.at, finished.late))
@@ -168,13 +170,16 @@ class Progress:
         # Checked after it is logged: if the check ends the run, the step that ended it is in the records.
         self._guard.check(done)
 
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """The metrics of the last finished step by name; empty before the first one of this start."""
+        return {} if self._last is None else _metrics_of(self._last)
+
     def _row(self, done: StepResult, seconds: float | None) -> dict[str, Any]:
         """The metrics of a logged step. seconds: per step, or None if not known."""
         samples = done.samples[1] + 1
-        # Whatever else the loss returns is logged under its own name, unless it is one of these.
-        own = {name: _scalar(value) for name, value in done.metrics.items() if name not in _NO_METRICS}
-        return own | {
-            **{name: float(done.metrics[name]) for name in ("loss", "grad_norm")},
+        return {
+            **_metrics_of(done),
             # Computed here from the step's number, so that it needs no transfer from the devices.
             "lr": learning_rate(self._config.optimizer, self._total, done.step),
             "time": round(time.time(), 3),
@@ -193,6 +198,12 @@ class Progress:
         speed = self._config.train.batch / seconds
         mfu = None if self._flops is None or self._peak is None else speed * self._flops / self._peak
         return {name: speed * (self._tokens or 1), "mfu": mfu}
+
+
+def _metrics_of(done: StepResult) -> dict[str, float | None]:
+    """The metrics of a finished step. Whatever the loss returns beside its value is there under its own name."""
+    own = {name: _scalar(value) for name, value in done.metrics.items() if name not in _NO_METRICS}
+    return own | {name: float(done.metrics[name]) for name in ("loss", "grad_norm")}
 
 
 class Countdown:

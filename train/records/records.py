@@ -19,9 +19,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..command_line import say
 from ..report.rows import LOADS
 from ..sections import missing_loggers
 from .loggers import CsvFile, JsonLines, Logger
+from .media import Histogram, Image, Medium
 from .services import MlflowClient, Service, WandbClient
 from .sink import AppendedFile, Sink
 from .tensorboard import Board
@@ -36,8 +38,8 @@ def open_loggers(names: Sequence[str] | None, folder: Path, name: str, config: C
     make: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: Board(folder / "tensorboard"),
         "csv": lambda: CsvFile(folder / "metrics.csv", folder / "metrics.jsonl"),
-        "wandb": lambda: Service("wandb", lambda: WandbClient(folder, name, config())),
-        "mlflow": lambda: Service("mlflow", lambda: MlflowClient(folder, name, config())),
+        "wandb": lambda: Service("wandb", lambda: WandbClient(folder, name, config()), (Image, Histogram, str)),
+        "mlflow": lambda: Service("mlflow", lambda: MlflowClient(folder, name, config()), (Image, str)),
     }
     chosen = names if names is not None else () if missing_loggers(("tensorboard",)) else ("tensorboard",)
     return [make[logger]() for logger in dict.fromkeys(chosen) if logger in make]
@@ -52,6 +54,7 @@ class Records:
     def __init__(self, folder: Path, *, process: int = 0, loggers: Sequence[Logger] = ()):
         # The metrics are the same on all processes.
         self._loggers = [] if process else [JsonLines(folder / "metrics.jsonl"), *loggers]
+        self._unseen: set[type] = set()
         self._loads = [] if process else [JsonLines(folder / LOADS)]
         events = folder / (f"events-{process}.jsonl" if process else "events.jsonl")
         self._events = Sink(events.name, AppendedFile(events).write)
@@ -70,6 +73,16 @@ class Records:
         plain = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
         for logger in self._loggers:
             logger.add(step, plain)
+
+    def medium(self, step: int, name: str, value: Medium) -> None:
+        """Adds an image, a histogram or a text to all loggers that show such. Says once if there is none."""
+        shown = [logger for logger in self._loggers if type(value) in logger.takes]
+        for logger in shown:
+            logger.add_medium(step, name, value)
+        if self._loggers and not shown and type(value) not in self._unseen:
+            self._unseen.add(type(value))
+            kind = {Image: "an image", Histogram: "a histogram", str: "a text"}[type(value)]
+            say(f"no logger of this run shows {kind} such as {name}. Add tensorboard or wandb to log:")
 
     def loads(self, step: int, loads: Sequence[Sequence[float]]) -> None:
         """Appends the load of each expert, by layer, to experts.jsonl."""

@@ -12,6 +12,7 @@ never from a config, which may be shared.
 from __future__ import annotations
 
 import contextlib
+import html
 import importlib
 import json
 import os
@@ -25,12 +26,14 @@ from typing import Any
 from ..command_line import say
 from ..report.rows import flattened, read_object
 from .loggers import Logger
+from .media import Histogram, Image, Medium
 from .sink import Sink
 
 CLOSE_SECONDS = 30.0
 """How long the end of a run waits for rows that are not sent yet."""
 _PROJECT = "jgt"
-_WAITING_ROWS = 10_000
+_WAITING_ROWS, _WAITING_MEDIA = 10_000, 200
+"""The most that wait to be sent. An image is as large as a thousand rows."""
 _MAX_PARAMETER = 500
 # Each service has a thread.
 _IDS_LOCK = threading.Lock()
@@ -42,18 +45,25 @@ class Service(Logger):
     The methods of a connection may take long and may raise anything.
     """
 
-    def __init__(self, name: str, connect: Callable[[], WandbClient | MlflowClient]):
+    def __init__(self, name: str, connect: Callable[[], WandbClient | MlflowClient], takes: tuple[type, ...] = ()):
+        self.takes = takes
         super().__init__(Sink(name, self._send))
         self._connect = connect
         self._client: WandbClient | MlflowClient | None = None
-        self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_WAITING_ROWS)
+        # Each item calls the client. None: no more will come.
+        self._rows: queue.Queue[Callable[[WandbClient | MlflowClient], None] | None] = queue.Queue(_WAITING_ROWS)
         # A daemon: a service that does not answer must not keep the process.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
         """Adds the metrics of a step to what is to be sent."""
-        self.sink.attempt(lambda: self._enqueue(step, values))
+        row = {name: float(value) for name, value in values.items() if isinstance(value, int | float) and name != "time"}
+        self.sink.attempt(lambda: self._enqueue(lambda client: client.log(step, row), _WAITING_ROWS))
+
+    def add_medium(self, step: int, name: str, value: Medium) -> None:
+        """Adds an image, a histogram or a text to what is to be sent."""
+        self.sink.attempt(lambda: self._enqueue(lambda client: client.log_medium(step, name, value), _WAITING_MEDIA))
 
     def close(self) -> None:
         """Waits a while until everything is sent. Rows that are not are lost."""
@@ -65,12 +75,11 @@ class Service(Logger):
             say(f"{self.sink.name} does not answer; the run ends without it")
             self.sink.lost += self._rows.qsize()
 
-    def _enqueue(self, step: int, values: Mapping[str, Any]) -> None:
-        row = {name: float(value) for name, value in values.items() if isinstance(value, int | float) and name != "time"}
-        try:
-            self._rows.put_nowait((step, row))
-        except queue.Full:
-            raise OSError(f"it has not taken the last {_WAITING_ROWS:,} rows") from None
+    def _enqueue(self, call: Callable[[WandbClient | MlflowClient], None], most: int) -> None:
+        # Only this thread puts rows into the queue.
+        if self._rows.qsize() >= most:
+            raise OSError(f"it has not taken the last {most:,} rows")
+        self._rows.put_nowait(call)
 
     def _run(self) -> None:
         while (row := self._rows.get()) is not None:
@@ -78,7 +87,7 @@ class Service(Logger):
         if self._client is not None:
             self.sink.put(None)
 
-    def _send(self, row: tuple[int, dict[str, float]] | None) -> None:
+    def _send(self, row: Callable[[WandbClient | MlflowClient], None] | None) -> None:
         """Sends a row; None: ends the connection. Raises OSError, whatever the client raises, with the first line of its message."""
         try:
             if self._client is None:
@@ -86,7 +95,7 @@ class Service(Logger):
             if row is None:
                 self._client.finish()
             else:
-                self._client.log(*row)
+                row(self._client)
         except Exception as error:
             raise OSError(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}") from error
 
@@ -115,6 +124,18 @@ class WandbClient:
         if step >= self._last:
             self._run.log(dict(values), step=step)
 
+    def log_medium(self, step: int, name: str, value: Medium) -> None:
+        """Sends an image, a histogram or a text."""
+        wandb: Any = importlib.import_module("wandb")
+        if isinstance(value, Image):
+            shown = wandb.Image(value.pixels.squeeze(2) if value.pixels.shape[2] == 1 else value.pixels)
+        elif isinstance(value, Histogram):
+            shown = wandb.Histogram(np_histogram=(value.counts, value.edges))
+        else:
+            shown = wandb.Html(f"<pre>{html.escape(value)}</pre>")
+        if step >= self._last:
+            self._run.log({name: shown}, step=step)
+
     def finish(self) -> None:
         """Waits until everything is sent."""
         self._run.finish()
@@ -139,6 +160,13 @@ class MlflowClient:
         """Sends a step, unless an earlier start has."""
         if step > self._last or (step == self._last and "eval_loss" in values):
             self._mlflow.log_metrics({**values, "step": float(step)}, step=step)
+
+    def log_medium(self, step: int, name: str, value: Medium) -> None:
+        """Sends an image or a text. An earlier start's is replaced."""
+        if isinstance(value, Image):
+            self._mlflow.log_image(value.pixels, f"{name}/{step}.png")
+        elif isinstance(value, str):
+            self._mlflow.log_text(value, f"{name}/{step}.txt")
 
     def finish(self) -> None:
         """Ends the run there."""

@@ -21,18 +21,23 @@ from pathlib import Path
 from typing import Any
 
 from .loggers import Logger
+from .media import Histogram, Image, Medium
 from .sink import AppendedFile, Sink
 
 _masked_crc32c: Any
 _Event: Any
 _Summary: Any
 _SessionLog: Any
+_Histogram: Any
+_Metadata: Any
+_Tensor: Any
 try:
-    from tensorboardX.proto import event_pb2, summary_pb2
+    from tensorboardX.proto import event_pb2, summary_pb2, tensor_pb2
     from tensorboardX.record_writer import masked_crc32c as _masked_crc32c
 
     # protobuf makes these classes at run time, where a type checker does not see them.
     _Event, _Summary, _SessionLog = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
+    _Histogram, _Metadata, _Tensor = summary_pb2.HistogramProto, summary_pb2.SummaryMetadata, tensor_pb2.TensorProto
 except ImportError:
     # `train.sections.missing_loggers` has checked that it is installed for whoever makes a Board.
     pass
@@ -42,6 +47,8 @@ _PREFIX = "events.out.tfevents."
 
 class Board(Logger):
     """TensorBoard's file of one start."""
+
+    takes = (Image, Histogram, str)
 
     def __init__(self, folder: Path):
         super().__init__(Sink("tensorboard", self._write))
@@ -55,6 +62,22 @@ class Board(Logger):
         known = {name: value for name, value in values.items() if isinstance(value, int | float) and name != "time"}
         scalars = [_Summary.Value(tag=name, simple_value=float(value)) for name, value in known.items()]
         self.sink.put(_record(step=step, summary=_Summary(value=scalars)))
+
+    def add_medium(self, step: int, name: str, value: Medium) -> None:
+        """Adds an image, a histogram or a text."""
+        if isinstance(value, Image):
+            height, width, channels = value.pixels.shape
+            shown = {"image": _Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=value.png())}
+        elif isinstance(value, Histogram):
+            counts, edges = value.counts.tolist(), value.edges.tolist()
+            sums = {"num": sum(counts), "sum": value.total, "sum_squares": value.squares}
+            shown = {"histo": _Histogram(min=edges[0], max=edges[-1], bucket_limit=edges[1:], bucket=counts, **sums)}
+        else:
+            plugin = _Metadata(plugin_data=_Metadata.PluginData(plugin_name="text"))
+            # TensorBoard shows Markdown, in which four spaces in front of a line keep it as it is.
+            text = "\n".join(f"    {line}" for line in value.split("\n"))
+            shown = {"metadata": plugin, "tensor": _Tensor(dtype="DT_STRING", string_val=[text.encode()])}
+        self.sink.put(_record(step=step, summary=_Summary(value=[_Summary.Value(tag=name, **shown)])))
 
     def forget_after(self, step: int) -> None:
         """Makes TensorBoard forget later steps of earlier starts, as soon as it reads this start's file."""

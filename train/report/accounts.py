@@ -39,6 +39,7 @@ CAUSES: Mapping[str, str] = {
     "save": "saving, while training waits",
     "eval": "evaluating",
     "sample": "generating the sample",
+    "hook": "hooks of your own",
     "other": "anything else inside a start",
 }
 """The causes that wall time is spent on, with their names in the table. Each second belongs to one of them."""
@@ -47,7 +48,9 @@ NO_RECORD = "no record"
 _DIGITS = 6
 """Decimals of a second: a float of seconds since 1970 has no more."""
 _INCIDENTS = ("nonfinite", "spike", "save_failed")
-_CAUSE_OF = {"start": "startup", "verify": "restore"} | {n: n for n in ("open", "compile", "init", "restore", "save", "eval", "sample")}
+_CAUSE_OF = {"start": "startup", "verify": "restore"} | {
+    name: name for name in ("open", "compile", "init", "restore", "save", "eval", "sample", "hook")
+}
 """The cause of a phase. All other phases are part of `other`."""
 
 

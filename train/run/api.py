@@ -85,6 +85,7 @@ def run_here(
     loss: Callable[..., Any] | None = None,
     optimizer: Callable[..., Any] | None = None,
     data: Any = None,
+    hooks: Mapping[str, Callable[..., Any]] | None = None,
     code: str | Path | Sequence[str | Path] = (),
     resume: str = "auto",
     allow_change: Sequence[str] = (),
@@ -94,11 +95,13 @@ def run_here(
 
     config: a file, or its contents as a mapping; overrides: as on the command line. model: the class of a module or a function that makes
     one, called with the keys of `model:`. loss, optimizer: functions. data: a function, called with the keys of `data:`, or samples, or a
-    pair of training and held-out samples. code, resume, allow_change: as the options of the command.
+    pair of training and held-out samples. hooks: functions or classes by the names of their entries in `hooks:`. code, resume,
+    allow_change: as the options of the command.
     """
     if others:
         raise TypeError(f"jgt.run has no argument {next(iter(others))!r}. Values of the config are overrides, such as ['train.steps=3']")
-    own = own_code(code, {"model.kind": model, "train.loss": loss, "optimizer.name": optimizer, "data.source": data})
+    parts = {"model.kind": model, "train.loss": loss, "optimizer.name": optimizer, "data.source": data}
+    own = own_code(code, parts | {f"hooks.{name}.call": hook for name, hook in (hooks or {}).items()})
     checked = configs.load(config, listed(overrides), code=own)
     watched = replace(checked.config.watchdog, step_seconds=_FOREVER, start_seconds=_FOREVER)
     checked = replace(checked, config=replace(checked.config, watchdog=watched))
@@ -138,7 +141,7 @@ def own_code(paths: str | Path | Sequence[str | Path], objects: Mapping[str, Any
 def _callable(key: str, part: Any) -> Callable[..., Any]:
     if key == "data.source" and not callable(part):
         return lambda: part
-    name, of = _PARTS[key]
+    name, of = _PARTS.get(key, (key, "a function of the moment, or a class of such functions"))
     if isinstance(part, nnx.Module):
         raise TypeError(f"{name} must be {of}, not a {type(part).__name__} that is made already")
     if not callable(part):

@@ -29,7 +29,7 @@ from ..weights.origin import keep_origin
 from .folder import CONFIG, CONFIGS, DATA
 from .identity import code_of
 
-_FREE = ("mesh", "rules", "pipeline", "budget")
+_FREE = ("mesh", "rules", "pipeline", "budget", "hooks")
 """Parts of a config whose keys are the user's own. In all others, a key that an older file lacks did not exist then."""
 _MAX_SHOWN = 12
 _MAX_VALUE = 60
@@ -127,7 +127,8 @@ def _keep(path: Path, text: str) -> None:
 
 def _changes(path: tuple[str, ...], old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
     if not (isinstance(old, dict) and isinstance(new, dict)):
-        if old != new:
+        # A run that is older than hooks had none.
+        if old != new and (old, new) != (None, {}):
             yield ".".join(path), old, new
         return
     for key in dict.fromkeys((*old, *new)):

@@ -120,7 +120,8 @@ def _read_run(folder: Path, changes: Sequence[str], own: Code) -> Run:
     is_own = isinstance(optimizer, dict) and is_name(optimizer.get("name"))
     first = [f"optimizer={json.dumps({'name': 'adamw', 'train': optimizer.get('train')})}"] if is_own else []
     try:
-        return configs.load(folder / CONFIG, [*first, *changes], code=own, reads_data=False)
+        # Hooks are for training, and may be of code that is not at hand.
+        return configs.load(folder / CONFIG, [*first, "hooks={}", *changes], code=own, reads_data=False)
     except InputError as error:
         has_copy = own == Code() and (folder / COPY).is_dir()
         hint = [f"{folder / COPY}: has a copy of the run's code (code=..., --code)"] if has_copy else []

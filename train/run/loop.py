@@ -23,7 +23,7 @@ from ..data.batches import Data
 from ..export.exports import Exports
 from ..generate.generate import sample_text
 from ..generate.text import terminal_text
-from ..hooks import Evaluations, held_out_means
+from ..hooks import Evaluations, Hooks, held_out_means
 from ..processes.processes import barrier
 from ..processes.watch import Watch
 from ..records.console import Screen
@@ -66,6 +66,7 @@ class Loop:
     lock: Lock | None
     tasks: TaskMetrics | None = None
     evaluations: Evaluations | None = None
+    hooks: Hooks | None = None
 
     def __post_init__(self) -> None:
         self._config = self.setup.run.config
@@ -220,6 +221,7 @@ class Loop:
     def _train(self, train_step: Any, exchange: _Exchange, batches: Iterator[Any], progress: Progress, saves: Saves) -> None:
         """Trains from the position of this object, which each step replaces, to the last step, or until a signal stops the run."""
         config, position = self._config.train, self._position
+        self._call_hooks("start", progress, saves)
         if self.evaluations is not None and self.evaluations.lack(position.step):
             self._evaluate_if_due(progress, saves)
         # The feed has no end, so the range of steps decides.
@@ -228,7 +230,7 @@ class Loop:
                 break
             self._check_lock()
             if saves.are_asked_for(position):
-                saves.start(progress, position)
+                self._save(progress, saves)
             if not self.watch.may_begin(step):
                 break
             if self.profiler.begins(step):
@@ -247,12 +249,14 @@ class Loop:
             if self.profiler.ends(step):
                 self._profile(step, train_step, progress)
             # Before the evaluation, which may fail.
+            self._call_hooks("step", progress, saves)
             if self._due(step, self._config.checkpoint.every) or self.exports.is_due(step):
-                saves.start(progress, position)
+                self._save(progress, saves)
             self._evaluate_if_due(progress, saves)
             saves.poll(position)
             self.exports.poll()
             progress.step_over()
+        self._call_hooks("end", progress, saves)
         progress.end()
         if self.profiler.tracing:
             self._profile(position.step, train_step, progress)
@@ -262,12 +266,30 @@ class Loop:
         state, step = self._position.state, self._position.step
         if self._due(step, self._config.train.eval_every) and self.data.eval_parts:
             with progress.interrupted():
-                self._evaluate(state, step)
+                self._evaluate(state, step, progress.metrics)
             self._judge(progress, saves)
         if self.tasks is not None and self._due(step, self._config.eval.every):
             with progress.interrupted(), self._phase("eval", step=step, what="tasks"):
                 self.watch.begin_unlimited("evaluating on tasks")
                 self._log(step, self.tasks(state, step))
+            self._judge(progress, saves)
+
+    def _save(self, progress: Progress, saves: Saves) -> None:
+        """Starts to save the position of this object, unless that has been done."""
+        if saves.start(progress, self._position):
+            self._call_hooks("save", progress, saves)
+
+    def _call_hooks(self, event: str, progress: Progress, saves: Saves) -> None:
+        """Calls the hooks that are due at an event, and records the numbers that they log."""
+        position = self._position
+        if self.hooks is None or not self.hooks.are_due(event, position.step):
+            return
+        with progress.interrupted():
+            found = self.hooks.call(event, position.state, position.step, self.num_steps, progress.metrics)
+        if found:
+            self.records.metrics(position.step, {**found, "time": round(time.time(), 3)})
+        if self.evaluations is not None:
+            self.evaluations.add(position.step, found)
             self._judge(progress, saves)
 
     def _judge(self, progress: Progress, saves: Saves) -> None:
@@ -276,7 +298,7 @@ class Loop:
             return
         is_best, ends = self.evaluations.verdict(self._position.step)
         if is_best:
-            saves.start(progress, self._position)
+            self._save(progress, saves)
         if ends:
             self._end_early(self._position.step)
 
@@ -320,7 +342,7 @@ class Loop:
         self.records.sample(text)
         self.screen.say(f"Sample (temperature {self._config.sample.temperature}):\n{terminal_text(text)}")
 
-    def _evaluate(self, state: State, step: int) -> None:
+    def _evaluate(self, state: State, step: int, metrics: Mapping[str, Any]) -> None:
         """Logs the mean loss over the held-out split (of the trainer's own loss in nats per token), and the mean of the loss's metrics."""
         if self._eval_step is None:
             with self._phase("compile", what="evaluation"):
@@ -330,6 +352,10 @@ class Loop:
             params, variables = self.setup.eval_params(state), self.setup.eval_variables(state)
             batches = self._feed.held_out(self._config.train.eval_batches)
             row = held_out_means(self._eval_step, params, variables, batches, self.setup.mesh)
+        if self.hooks is not None and self.hooks.are_due("eval", step):
+            row |= self.hooks.call("eval", state, step, self.num_steps, {**metrics, **row})
+        if self.evaluations is not None:
+            self.evaluations.check(row)
         self._log(step, row)
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -26,6 +26,7 @@ from ..checkpoint.restore import first_line
 from ..command_line import may_have_fewer, say
 from ..data.batches import Data
 from ..data.mapped import DataChangedError
+from ..hooks import HookError
 from ..processes.processes import true_on_all_processes
 from ..processes.watch import Watch
 from ..records.progress import Progress, SkippedError
@@ -70,12 +71,14 @@ class Saves:
         # Without some of its groups, a run can only continue from a state that follows an exchange.
         return self._is_wanted and not (position.phase and may_have_fewer())
 
-    def start(self, progress: Progress, position: Position) -> None:
-        """Starts to save a position, unless that has been done."""
+    def start(self, progress: Progress, position: Position) -> bool:
+        """Starts to save a position, unless that has been done. Returns whether a save of it is under way now that was not before."""
         self._is_wanted = False
         if self._saved < position.step:
             with progress.interrupted(), self.phase("save", step=position.step), self._reported(position):
                 self._save(position)
+                return True
+        return False
 
     def poll(self, position: Position) -> None:
         """Reports a failed save within a step, not at the next save."""
@@ -102,7 +105,7 @@ class Saves:
 
     def rescue(self, progress: Progress, position: Position, error: BaseException) -> None:
         """Saves the last good position of a run that an error ends. Raises nothing."""
-        is_known = jax.process_count() == 1 or isinstance(error, SkippedError)
+        is_known = jax.process_count() == 1 or isinstance(error, SkippedError | HookError)
         if not is_known or isinstance(error, KeyboardInterrupt | DataChangedError | InUseError):
             return
         # The step that failed has taken the memory of the state before it.

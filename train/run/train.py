@@ -34,7 +34,7 @@ from ..data.own import open_own
 from ..evaluate.reference import with_reference
 from ..export.exports import Exports
 from ..export.form import run_form
-from ..hooks import Evaluations, open_evaluations
+from ..hooks import Evaluations, Hook, Hooks, open_evaluations, open_hooks
 from ..processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process
 from ..processes.watch import Watch
 from ..records.console import Screen
@@ -86,7 +86,7 @@ def train(
         open_devices()
         watch.begin_unlimited("opening model and data")
         setup, data = open_run(run, resume)
-        tasks, evaluations = _tasks(setup), _evaluations(setup, data)
+        tasks, evaluations, hooks = _tasks(setup), _evaluations(setup, data), _hooks(run)
         # Only the first process has a lock: it alone names and removes files that belong to all. An error here leaves the other processes
         # in the barrier below. This one's watch reports it, and theirs end them.
         lock = None if process else _claim_folder(run, data, resume, screen, closing)
@@ -117,7 +117,8 @@ def train(
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         with _closed_afterwards(checkpoints, records):
             data = _with_reference(setup, data, watch, records, screen, has_begun=checkpoints.newest() > 0)
-            loop = Loop(setup, data, screen, records, checkpoints, exports, watch, faults, profiler, lock, tasks, evaluations)
+            called = Hooks(hooks, setup, watch, records) if hooks else None
+            loop = Loop(setup, data, screen, records, checkpoints, exports, watch, faults, profiler, lock, tasks, evaluations, called)
             position = loop.run(resume)
             done = position.step >= loop.last_step
     if on_end is not None:
@@ -141,14 +142,20 @@ def _tasks(setup: Setup) -> TaskMetrics | None:
 def _evaluations(setup: Setup, data: Data) -> Evaluations | None:
     """The evaluations by which `checkpoint.best` and `train.stop_early` decide. Raises InputError, on all processes."""
     run, evaluations, problems = setup.run, None, list[str]()
-    if run.config.checkpoint.best is None and run.config.train.stop_early is None:
-        return None
     parts = ("", *(f"/{part}" for part in data.eval_parts if len(data.eval_parts) > 1)) if data.eval_parts else ()
-    names = [f"eval_{name}{part}" for name in setup.eval_metrics for part in parts]
     with InputError.collect(problems):
-        evaluations = open_evaluations(run, names, has_more=bool(run.config.eval.tasks))
+        evaluations = open_evaluations(run, lambda: [f"eval_{name}{part}" for name in setup.eval_metrics for part in parts])
     agree_on_input(problems, None)
     return evaluations
+
+
+def _hooks(run: Run) -> list[Hook]:
+    """The hooks of `hooks:`. Raises InputError, on all processes."""
+    hooks, problems = list[Hook](), list[str]()
+    with InputError.collect(problems):
+        hooks += open_hooks(run)
+    agree_on_input(problems, None)
+    return hooks
 
 
 def _with_reference(setup: Setup, data: Data, watch: Watch, records: Records, screen: Screen, *, has_begun: bool) -> Data:

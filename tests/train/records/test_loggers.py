@@ -6,12 +6,14 @@ import sys
 import threading
 import types
 
+import numpy as np
 import pytest
 
 from jgt.document import InputError
 from train import sections
 from train.config import load
 from train.records import services
+from train.records.media import Histogram, Image
 from train.records.records import Records, open_loggers
 from train.run.train import train
 
@@ -180,6 +182,22 @@ def test_a_run_is_one_run_of_mlflow_with_each_step_once(tmp_path, mlflow):
         (3, ["loss", "step"]),
     ]
     assert run.data.params == {"train.steps": "3", "log": "['jsonl']"} and run.name == "tiny"
+
+
+def test_services_get_images_histograms_and_texts(tmp_path, wandb, mlflow, monkeypatch):
+    fake, sent = sys.modules["wandb"], []
+    fake.Image, fake.Html = (lambda pixels: ("image", pixels.shape)), (lambda text: ("html", text))
+    fake.Histogram = lambda np_histogram: ("histogram", np_histogram[0].sum())
+    sys.modules["mlflow"].log_image = lambda pixels, path: sent.append((path, pixels.shape))
+    sys.modules["mlflow"].log_text = lambda text, path: sent.append((path, text))
+    records = Records(tmp_path, loggers=open_loggers(["wandb", "mlflow"], tmp_path, "tiny", lambda: CONFIG))
+    for value in (Image.of(np.zeros((3, 5))), Image.of(np.zeros((3, 5, 3))), Histogram.of([1.0, 2.0]), "a < b"):
+        records.medium(7, "x", value)
+    records.close()
+    shown = [("image", (3, 5)), ("image", (3, 5, 3)), ("histogram", 2), ("html", "<pre>a &lt; b</pre>")]
+    assert wandb["w0"].rows == [(7, {"x": value}) for value in shown]
+    assert sent == [("x/7.png", (3, 5, 1)), ("x/7.png", (3, 5, 3)), ("x/7.txt", "a < b")]
+    assert records.lost == {}
 
 
 def test_a_service_that_fails_costs_rows_and_comes_back(tmp_path, wandb, monkeypatch, capsys):
