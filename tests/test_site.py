@@ -102,7 +102,7 @@ WORDS = re.split(
     tokens per second, batch size, epoch, perplexity, evaluation, tokenizer, chat template, SFT, DPO, distillation, dropout, EMA,
     seed, determinism, streaming, data mixture, packing, flash attention, KV cache, generate, serving, vLLM, quantization,
     notebook, sweep, wandb, TensorBoard, Muon, AdamW, torch.compile, recompilation, no GPU, offload, DiLoCo, mesh, sharding,
-    convert weights, context length, contrastive loss, elastic, goodput""",
+    convert weights, context length, contrastive loss, elastic, goodput, callbacks, hooks, early stopping, best checkpoint""",
 )
 
 
