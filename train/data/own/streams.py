@@ -113,11 +113,13 @@ class Streams:
 def _ahead(values: Iterator[Any]) -> Iterator[Any]:
     """Values without end, read ahead by one thread. Closing the generator ends the thread, after what it does at this moment."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="stream")
+    waiting = deque(pool.submit(next, values) for _ in range(_AHEAD))
     try:
-        waiting = deque(pool.submit(next, values) for _ in range(_AHEAD))
         while True:
             value = waiting.popleft().result()
             waiting.append(pool.submit(next, values))
             yield value
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        for future in waiting:
+            future.cancel()
+        pool.shutdown(wait=False)
