@@ -14,6 +14,7 @@ from jgt.mesh.nvidia import quiet_plugin
 if TYPE_CHECKING:
     from jgt import signal
     from jgt.adapters.matrices import Matrix as Matrix
+    from jgt.adapters.packed import Packing as Packing
     from jgt.api.shard import init, place, shard
     from jgt.api.shard import storage_of as storage_of
     from jgt.api.verify import Verification, verify
@@ -48,6 +49,7 @@ quiet_plugin()
 
 _NAMES = {
     "jgt.adapters.matrices": ("Matrix",),
+    "jgt.adapters.packed": ("Packing",),
     "jgt.api.shard": ("init", "place", "shard", "storage_of"),
     "jgt.api.verify": ("Verification", "verify"),
     "jgt.command.console": ("Console", "amount"),

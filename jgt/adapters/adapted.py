@@ -20,6 +20,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from jgt.adapters.packed import changed, read, sliceable
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation
 
@@ -59,10 +60,15 @@ class Roles:
 @partial(jax.tree_util.register_dataclass, data_fields=("array",), meta_fields=("labels",))
 @dataclass(frozen=True)
 class Labelled:
-    """An array and the labels of its dims."""
+    """An array and the labels of its dims. The array of a matrix may be packed."""
 
     array: Any
     labels: tuple[Label, ...]
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        """Its shape and type."""
+        return jax.ShapeDtypeStruct(self.array.shape, self.array.dtype)
 
     def at(self, labels: Iterable[Label]) -> tuple[int, ...]:
         """The positions of dims."""
@@ -71,7 +77,11 @@ class Labelled:
     def ordered(self, labels: Sequence[Label]) -> Labelled:
         """The dims in the order of these labels, those that it has, and the others behind them."""
         order = [label for label in labels if label in self.labels] + [label for label in self.labels if label not in labels]
-        return self if order == list(self.labels) else Labelled(jnp.transpose(self.array, self.at(order)), tuple(order))
+        return self if order == list(self.labels) else self.changed(lambda x: jnp.transpose(x, self.at(order)), tuple(order))
+
+    def changed(self, change: Callable[[Any], Any], labels: tuple[Label, ...]) -> Labelled:
+        """The array after a change. labels: those of its dims then."""
+        return Labelled(changed(self.array, change), labels)
 
     def merged(self, old: Sequence[Label], new: Sequence[Label], sizes: Sequence[int]) -> Labelled:
         """Neighbours replaced by dims of these sizes. Raises UnsupportedError if only some of them are its own."""
@@ -83,7 +93,7 @@ class Labelled:
         start = min(self.at(old))
         part = self.ordered([*self.labels[:start], *old])
         shape = (*part.array.shape[:start], *sizes, *part.array.shape[start + len(old) :])
-        return Labelled(part.array.reshape(shape), (*part.labels[:start], *new, *part.labels[start + len(old) :]))
+        return part.changed(lambda x: x.reshape(shape), (*part.labels[:start], *new, *part.labels[start + len(old) :]))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("matrix", "a", "b", "key"), meta_fields=("path", "scale", "dropout", "roles"))
@@ -117,7 +127,12 @@ class Adapted:
         first = self.labels[0]
         if any(part is not None and first not in part.labels for part in (self.a, self.b)):
             raise UnsupportedError("is the stack of a scan over its rows or columns")
-        return self._mapped(lambda part: part.ordered([first]))
+
+        def stack(part: Labelled) -> Labelled:
+            ordered = part.ordered([first])
+            return replace(ordered, array=sliceable(ordered.array))
+
+        return self._mapped(stack)
 
     def in_turn(self) -> Adapted:
         """The matrix in a turn of a scan, which has removed the first dim of all arrays."""
@@ -138,10 +153,10 @@ class Adapted:
         params, name = equation.params, equation.primitive.name
         is_cast = name == "convert_element_type" and jnp.issubdtype(params["new_dtype"], jnp.floating)
         if is_cast or name in ("name", "copy", "sharding_constraint"):
-            return replace(self, matrix=Labelled(jx.result_of(equation, self.matrix.array), self.labels))
+            return replace(self, matrix=self.matrix.changed(partial(jx.result_of, equation), self.labels))
         if name == "transpose":
             labels = tuple(self.labels[n] for n in params["permutation"])
-            return replace(self, matrix=Labelled(jx.result_of(equation, self.matrix.array), labels))
+            return replace(self, matrix=self.matrix.changed(partial(jx.result_of, equation), labels))
         if name == "slice":
             strides = params["strides"] or (1,) * len(self.labels)
             ends = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
@@ -161,7 +176,7 @@ class Adapted:
 
     def _cut(self, cuts: Mapping[Label, slice]) -> Adapted:
         def cut(part: Labelled) -> Labelled:
-            return Labelled(part.array[tuple(cuts.get(label, slice(None)) for label in part.labels)], part.labels)
+            return part.changed(lambda x: x[tuple(cuts.get(label, slice(None)) for label in part.labels)], part.labels)
 
         return self._mapped(cut)
 
@@ -176,7 +191,7 @@ class Adapted:
             new = new._mapped(lambda part, ones=ones, old=merged, new=made, sizes=real: _without(part, ones).merged(old, new, sizes))
             left = iter(made)
             labels += [next(left) if size != 1 else ((), (self.labels, len(labels) + n)) for n, size in enumerate(sizes)]
-        return replace(new, matrix=Labelled(self.matrix.array.reshape(shape), tuple(labels)))
+        return replace(new, matrix=self.matrix.changed(lambda x: x.reshape(shape), tuple(labels)))
 
     def multiplied(self, equation: Equation, operands: Sequence[Any]) -> jax.Array:
         """The result of a dot_general of which it is one operand. Raises UnsupportedError."""
@@ -186,8 +201,7 @@ class Adapted:
         (own, of_other), (own_batch, batch) = (pair if is_left else pair[::-1] for pair in sides)
         contracted, shared = [self.labels[n] for n in own], [self.labels[n] for n in own_batch]
         free = [label for label in self.labels if label not in contracted and label not in shared]
-        pair = (self.matrix.array, other) if is_left else (other, self.matrix.array)
-        product = jx.result_of(equation, *pair)
+        product = read(self.matrix.array, lambda x: jx.result_of(equation, *((x, other) if is_left else (other, x))))
         first, second = self._factors(contracted, shared, free)
         if first is None or second is None:
             return product
@@ -212,7 +226,7 @@ class Adapted:
             why = "with dropout" if self.dropout else "whose matrices are not [groups, in, out]"
             raise UnsupportedError(f"is read by a grouped matmul {why}")
         group, contracted, free = self.labels
-        product = jx.result_of(equation, rows, self.matrix.array, sizes)
+        product = read(self.matrix.array, lambda x: jx.result_of(equation, rows, x, sizes))
         first, second = self._factors([contracted], [group], [free])
         if first is None or second is None:
             return product
@@ -249,13 +263,15 @@ def _roots(labels: Iterable[Label]) -> set[int]:
 
 def _without(part: Labelled, labels: Sequence[Label]) -> Labelled:
     own = [label for label in labels if label in part.labels]
-    return Labelled(jnp.squeeze(part.array, part.at(own)), tuple(label for label in part.labels if label not in own)) if own else part
+    if not own:
+        return part
+    return part.changed(lambda x: jnp.squeeze(x, part.at(own)), tuple(label for label in part.labels if label not in own))
 
 
 def _dynamic_slice(part: Labelled, starts: dict[Label, tuple[Any, int]]) -> Labelled:
     cuts = [starts.get(label, (0, size)) for label, size in zip(part.labels, part.array.shape, strict=True)]
     start, sizes = [cut[0] for cut in cuts], [cut[1] for cut in cuts]
-    return Labelled(jax.lax.dynamic_slice(part.array, start, sizes), part.labels)
+    return part.changed(lambda x: jax.lax.dynamic_slice(x, start, sizes), part.labels)
 
 
 def _runs(old: Sequence[tuple[Label, int]], new: Sequence[int]) -> Iterable[tuple[Sequence[tuple[Label, int]], Sequence[int]]]:

@@ -123,7 +123,7 @@ def _experts(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
     *leaves, x, choice, scale = operands
 
     def of_experts(rows: jax.Array, sizes: jax.Array, leaves: Sequence[Any]) -> jax.Array:
-        like = [leaf.matrix.array if isinstance(leaf, Adapted) else leaf for leaf in leaves]
+        like = [leaf.matrix.struct if isinstance(leaf, Adapted) else leaf for leaf in leaves]
         program, _ = jx.trace(lambda *leaves: call.fn(rows, sizes, jax.tree.unflatten(call.tree, leaves)), *like)
         return run_adapted(program, leaves)[0]
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from jgt.adapters.adapted import KEY, RANK, Adapted, Label, Labelled, Roles
 from jgt.adapters.evaluate import run_adapted
+from jgt.adapters.packed import Packed, Packing
 from jgt.program import jaxpr as jx
 from jgt.program.uses import Use, parameter_uses
 from jgt.rules import Rules, SpecRule, match_param
@@ -72,12 +73,23 @@ class Matrix:
         return Update(matrix=self, a=a, b=b, scale=scale, dropout=dropout, key=key)
 
     @staticmethod
-    def with_updates(fn: Callable[..., Any], updates: Mapping[str, Update]) -> Callable[..., Any]:
-        """fn(params, ...) whose matmuls read these matrices, by path, with their updates."""
+    def with_updates(fn: Callable[..., Any], updates: Mapping[str, Update], packed: Mapping[str, Packing] = {}) -> Callable[..., Any]:
+        """fn(params, ...) whose matmuls read these matrices, by path, with their updates. packed: those that are packed in params."""
+
+        def like(path: Any, x: Any) -> Any:
+            packing = packed.get(path_text(path))
+            return x if packing is None else jax.ShapeDtypeStruct(packing.unpacked(x.shape), jnp.float32)
+
+        def matrix(path: str, x: Any) -> Any:
+            if path in packed:
+                x = Packed(x, packed[path])
+            if path in updates:
+                return updates[path].adapted(x)
+            return Adapted(matrix=Labelled(x, _labels(x.shape)), path=path) if path in packed else x
 
         def call(params: Any, *args: Any) -> Any:
-            program, tree = jx.trace(fn, params, *args)
-            leaves = [updates[path].adapted(x) if path in updates else x for path, x in _named(params)]
+            program, tree = jx.trace(fn, jax.tree.map_with_path(like, params), *args)
+            leaves = [matrix(path, x) for path, x in _named(params)]
             return jax.tree.unflatten(tree, run_adapted(program, [*leaves, *jax.tree.leaves(args)]))
 
         return call
@@ -123,7 +135,7 @@ class Update:
     key: jax.Array | None
 
     def adapted(self, x: Any) -> Adapted:
-        """The matrix with this update. x: the parameter."""
+        """The matrix with this update. x: the parameter, also packed."""
         labels = _labels(self.matrix.shape)
         stack, inputs, outputs = ([labels[n] for n in dims] for dims in (self.matrix.stack, self.matrix.inputs, self.matrix.outputs))
         a, b = Labelled(self.a, (*stack, *inputs, RANK)), Labelled(self.b, (*stack, RANK, *outputs))

@@ -8,6 +8,8 @@ The factors of an update are beside its matrix in the tree of parameters:
 
 So checkpoints, rules, meshes and pipelines treat them as they treat any parameter. They are trained, and all else is frozen
 (`train.step.trained`). A parameter with another name than kernel has factors of that name: `gate_lora_a` beside `gate`.
+
+With `model.base_dtype: nf4` or `int8` the frozen matrices are packed (`jgt.adapters.packed`), adapted or not.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgt import Matrix, Rules, matches_end, path_text
+from jgt import Matrix, Packing, Rules, matches_end, path_text
 from jgt.document import InputError, nearest
 
 from ..models.model import Model, Use
@@ -35,15 +37,23 @@ _VARIABLE = "lora"
 
 @dataclass(frozen=True, kw_only=True)
 class Adapters:
-    """The adapters of a model. base: the model. matrices: the matrices with an update, by path."""
+    """The adapters of a model. base: the model. matrices: the matrices with an update, by path. packed: those that are packed, by path.
+
+    trained: the parameters that are trained, those of the adapters and others by their patterns.
+    """
 
     config: LoraConfig
     base: Model
     matrices: Mapping[str, Matrix]
+    packed: Mapping[str, Packing]
+    trained: Trained
 
     @staticmethod
-    def of(model: Model, config: LoraConfig, call: Use, where: str) -> Adapters:
-        """The adapters of a model. call: calls the module as in training. where: the place of `lora.modules`. Raises InputError."""
+    def of(model: Model, config: LoraConfig, call: Use, where: str, *, train: tuple[str, ...] | None, base_dtype: str) -> Adapters:
+        """The adapters of a model. call: calls the module as in training. where: the place of `lora.modules`. Raises InputError.
+
+        train, base_dtype: `optimizer.train` and `model.base_dtype`.
+        """
         shapes = jax.eval_shape(model.init, jax.eval_shape(jax.random.key, 0))
 
         def run(params: Any, variables: Any) -> Any:
@@ -68,11 +78,13 @@ class Adapters:
                 problems.append(f"{pattern!r} matches no matrix that can be adapted: {why}. {nearest(pattern, _possible(found))}")
         if problems:
             raise InputError([f"{where}: lora.modules: {problem}" for problem in problems])
-        return Adapters(config=config, base=model, matrices=chosen)
-
-    def trained(self, patterns: tuple[str, ...] | None) -> Trained:
-        """The parameters that are trained: those of the adapters, and others by their patterns."""
-        return Trained((*TRAINED, *(patterns or ())))
+        trained, packing = Trained((*TRAINED, *(train or ()))), Packing.named(base_dtype)
+        packed = {} if packing is None else {path: packing for path, m in found.items() if not m.problem and packing.fits(m.shape)}
+        packed = {path: packing for path, packing in packed.items() if not trained.has(path)}
+        if packing is not None and not packed:
+            why = "packs frozen matrices whose last dim is a multiple of 64, and there are none. Set bf16"
+            raise InputError([f"model.base_dtype: {base_dtype} {why}"])
+        return Adapters(config=config, base=model, matrices=chosen, packed=packed, trained=trained)
 
     def rules(self, rules: Rules) -> Rules:
         """The rules, with those of the factors, which follow from the matrices'."""
@@ -84,17 +96,29 @@ class Adapters:
         return divided(params, lambda path: path not in own)
 
     def merged(self, params: Any) -> Any:
-        """The parameters of the base with the updates added, in their types."""
+        """The parameters of the base with the updates added, in their types; unpacked ones are f32."""
         base, own = self.divided(params)
         updates = self._updates(own)
 
         def add(path: Any, x: jax.Array) -> jax.Array:
-            update = updates.get(path_text(path))
+            packing, update = self.packed.get(path_text(path)), updates.get(path_text(path))
+            x = x if packing is None else packing.unpack(x)
             if update is None:
                 return x
             return (x.astype(jnp.float32) + update.scale * update.matrix.product(update.a, update.b)).astype(x.dtype)
 
         return jax.tree.map_with_path(add, base)
+
+    def packed_params(self, params: Any, shardings: Any = None) -> Any:
+        """Parameters whose matrices are packed, where some are not. shardings: where each parameter goes; None in a trace."""
+
+        def pack(path: Any, x: jax.Array, sharding: Any = None) -> jax.Array:
+            packing = self.packed.get(path_text(path))
+            if packing is None or x.dtype == jnp.uint8:
+                return x
+            return packing.pack(x) if sharding is None else jax.jit(packing.pack, out_shardings=sharding)(x)
+
+        return jax.tree.map_with_path(pack, params, *([] if shardings is None else [shardings]))
 
     @property
     def model(self) -> Model:
@@ -104,6 +128,7 @@ class Adapters:
 
     def _init(self, key: jax.Array) -> tuple[Any, Any]:
         params, variables = self.base.init(key)
+        params = self.packed_params(params)
         for path, matrix in self.matrices.items():
             a, b = matrix.factor_shapes(self.config.rank)
             # As PEFT: kaiming_uniform with a = √5.
@@ -127,7 +152,7 @@ class Adapters:
         def run(base: Any, rest: Any) -> tuple[Any, Any]:
             return self.base.run(use, base, rest, is_training)
 
-        result, after = Matrix.with_updates(run, self._updates(own, random if is_training else None))(base, rest)
+        result, after = Matrix.with_updates(run, self._updates(own, random if is_training else None), self.packed)(base, rest)
         if random is not None:
             after = {**after, _VARIABLE: {**random, "count": random["count"] + is_training}}
         return result, after

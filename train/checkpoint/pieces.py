@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ Span = tuple[slice, ...]
 
 
 def pieces(
-    saved: SavedStep, entry: ArrayEntry, *, num_whole: int = 0, most: int = PIECE_BYTES
+    saved: SavedStep, entry: ArrayEntry, *, whole: Collection[int] = (), most: int = PIECE_BYTES
 ) -> Iterator[tuple[Span, np.ndarray[Any, Any]]]:
     """All parts of an array, each with its place. A part has at most `most` bytes, or it is one chunk.
 
-    num_whole: this many first dims are whole in each part. Raises UnusableError if the files do not have the array, and DiskError if the
+    whole: the numbers of dims that are whole in each part. Raises UnusableError if the files do not have the array, and DiskError if the
     disk cannot be read.
     """
     folder = saved.folder / ARRAYS
@@ -37,7 +37,8 @@ def pieces(
     # Orbax may restore what is read here; the manifest has the shape and type that both must find.
     if (tuple(array.shape), array.dtype.name) != (entry.shape, entry.dtype):
         raise UnusableError(saved.folder, f"has other arrays in its files than its manifest lists ({entry.path})")
-    chunk = (*entry.shape[:num_whole], *(array.chunk_layout.read_chunk.shape or ())[num_whole:])
+    chunks = array.chunk_layout.read_chunk.shape or entry.shape
+    chunk = tuple(size if dim in whole else part for dim, (size, part) in enumerate(zip(entry.shape, chunks, strict=True)))
     step = _grown(entry.shape, chunk, array.dtype.numpy_dtype.itemsize, most)
     for begin in itertools.product(*(range(0, size, part) for size, part in zip(entry.shape, step, strict=True))):
         place = tuple(slice(at, min(at + part, size)) for at, part, size in zip(begin, step, entry.shape, strict=True))

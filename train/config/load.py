@@ -117,7 +117,8 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
         problems += _pipeline_problems(pipeline, root, mesh if config.mesh is not None else {}, config.rules is not None)
     budget = Budget() if config.budget is None else Budget.read(config.budget, problems)
     run = Run(config=config, mesh=mesh, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root, code=code)
-    for check in (_own_problems, _loss_problems, _early_problems, _length_problems, _stack_problems, sync_problems):
+    checks = (_own_problems, _lora_problems, _loss_problems, _early_problems, _length_problems, _stack_problems, sync_problems)
+    for check in checks:
         problems += check(run)
     if problems:
         # A size of -1 depends on the number of devices, and divides nothing yet.
@@ -192,6 +193,18 @@ def _own_problems(run: Run) -> Iterator[str]:
         yield from problems
 
 
+def _lora_problems(run: Run) -> Iterator[str]:
+    """Types that adapters cannot have, or that need them."""
+    config = run.config
+    if config.lora is not None and config.model.fp8:
+        yield run.root.find("lora").problem("adapts matmuls in f32 or bf16, but model.fp8 is true. Set it to false")
+    lora = run.root.find("lora")
+    # A section with problems of its own is there.
+    if (lora.key != "lora" or lora.value is None) and config.model.base_dtype in ("int8", "nf4"):
+        why = f"{config.model.base_dtype} packs the matrices of a model that lora: adapts. Add that section, or set bf16"
+        yield run.root.find("model.base_dtype").problem(why)
+
+
 def _loss_problems(run: Run) -> Iterator[str]:
     """A loss without the data that it compares, data without such a loss, and keys that the loss does not read."""
     config, loss = run.config, run.config.train.loss
@@ -206,8 +219,6 @@ def _loss_problems(run: Run) -> Iterator[str]:
     for key, other in (("train.loss_chunks", config.train.loss_chunks), ("sample.tokens", config.sample.tokens)):
         if loss not in (None, DPO) and other:
             yield run.root.find(key).problem("belongs to language models without a loss of their own. Remove the key, or train.loss")
-    if config.lora is not None and config.model.fp8:
-        yield run.root.find("lora").problem("adapts matmuls in f32 or bf16, but model.fp8 is true. Set it to false")
     if config.train.beta != TrainConfig.beta and loss != DPO:
         yield run.root.find("train.beta").problem(f"only train.loss: {DPO} reads it. Remove the key")
     if config.optimizer.gradients == "bf16" and config.model.dtype == "f32":

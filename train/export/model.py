@@ -7,12 +7,13 @@ parameters have neither, and may be in published files instead of the checkpoint
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from jgt import Packing
 from jgt.document import InputError
 
 from ..adapt.adapters import factors_of
@@ -32,6 +33,7 @@ class SavedModel:
     """The parameters of a checkpoint. arrays: by path, each with the number of its first dims that count replicas.
 
     lora: the section. factors: the paths of A and B of each adapted matrix, by its path. files: those of the base, if there is one.
+    packing: how matrices of uint8 are packed.
     """
 
     saved: SavedStep
@@ -39,6 +41,7 @@ class SavedModel:
     lora: LoraConfig | None = None
     factors: Mapping[str, tuple[str, str]]
     files: Files | None = None
+    packing: Packing | None = None
 
     @staticmethod
     def of(saved: SavedStep, model: Any = None, lora: LoraConfig | None = None) -> SavedModel:
@@ -46,34 +49,48 @@ class SavedModel:
         arrays = _arrays(saved)
         pairs = {path: factors_of(path) for path in arrays} if lora is not None else {}
         factors = {path: pair for path, pair in pairs.items() if arrays.keys() >= {*pair}}
-        made = SavedModel(saved=saved, arrays=arrays, lora=lora, factors=factors)
+        packing = None if model is None else Packing.named(model.base_dtype)
+        made = SavedModel(saved=saved, arrays=arrays, lora=lora, factors=factors, packing=packing)
         if saved.manifest.base is None:
             return made
         shapes = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in made.shapes.items()}
-        files = open_base(saved.manifest.base, model, shapes)
-        return SavedModel(saved=saved, arrays=arrays, lora=lora, factors=factors, files=files)
+        return replace(made, files=open_base(saved.manifest.base, model, shapes))
 
     @property
     def shapes(self) -> dict[str, Shape]:
         """The shapes of the parameters, without the factors of adapters."""
         of_adapters = {path for pair in self.factors.values() for path in pair}
-        return {path: entry.shape[n:] for path, (entry, n) in self.arrays.items() if path not in of_adapters}
+        return {path: self._shape(entry)[n:] for path, (entry, n) in self.arrays.items() if path not in of_adapters}
 
     def pieces(self, path: str) -> Iterator[tuple[Span, _Array]]:
         """All parts of a parameter, each with its place, adapters added. Raises as `train.checkpoint.pieces.pieces` does."""
         (entry, n), update = self.arrays[path], self._update(path)
-        files = self.files if path in frozen_paths(self.saved.manifest.base) else None
-        stored = pieces(self.saved, entry, num_whole=n)
-        for place, value in stored if files is None else files.pieces(path, entry.shape, entry.dtype, PIECE_BYTES):
+        for place, value in self._stored(path, entry, n):
             mean = value.mean(axis=0, dtype=np.float32) if n else value
             yield place[n:], mean if update is None else _added(mean, place[n:], *update)
             # Otherwise they would stay while the next part is read.
             del value, mean
 
+    def _stored(self, path: str, entry: ArrayEntry, num_replicas: int) -> Iterator[tuple[Span, _Array]]:
+        """All parts of a parameter as the model reads them: matrices that are packed have their rounding."""
+        files = self.files if path in frozen_paths(self.saved.manifest.base) else None
+        if entry.dtype != "uint8" or self.packing is None:
+            stored = pieces(self.saved, entry, whole=range(num_replicas))
+            yield from stored if files is None else files.pieces(path, entry.shape, entry.dtype, PIECE_BYTES)
+        elif files is None:
+            for place, value in pieces(self.saved, entry, whole=(len(entry.shape) - 1,)):
+                yield (*place[:-1], slice(0, self._shape(entry)[-1])), np.asarray(self.packing.unpack(value))
+        else:
+            for place, value in files.pieces(path, self._shape(entry), np.float32, PIECE_BYTES):
+                yield place, np.asarray(self.packing.unpack(self.packing.pack(value)))
+
+    def _shape(self, entry: ArrayEntry) -> Shape:
+        return entry.shape if self.packing is None or entry.dtype != "uint8" else self.packing.unpacked(entry.shape)
+
     def whole(self, path: str) -> _Array:
         """A small parameter, such as a factor."""
         entry, n = self.arrays[path]
-        value = next(pieces(self.saved, entry, num_whole=len(entry.shape)))[1]
+        value = next(pieces(self.saved, entry, whole=range(len(entry.shape))))[1]
         return value.mean(axis=0, dtype=np.float32) if n else value
 
     def _update(self, path: str) -> tuple[_Array, _Array] | None:

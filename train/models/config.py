@@ -23,6 +23,7 @@ Large = Annotated[int, Bound(low=1, high=10_000_000)]
 
 KindName = Literal["llama", "gpt"]
 AttentionName = Literal["auto", "xla", "cudnn"]
+BaseType = Literal["f32", "bf16", "int8", "nf4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,7 @@ class OwnModel:
     vocab: Large = 256
     seq: Large = 128
     dtype: Literal["f32", "bf16"] = "f32"
-    base_dtype: Literal["f32", "bf16"] = "f32"
+    base_dtype: BaseType = "f32"
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
 
     fp8: ClassVar[bool] = False
@@ -77,7 +78,7 @@ class ModelConfig(Options):
     seq: Large = 128
     tied: bool = False
     dtype: Literal["f32", "bf16"] = "f32"
-    base_dtype: Literal["f32", "bf16"] = "f32"
+    base_dtype: BaseType = "f32"
     fp8: bool = False
     attention: AttentionName = "auto"
 

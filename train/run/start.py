@@ -189,8 +189,18 @@ class Start:
 
 
 def saved_params(setup: Setup, saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
-    """Parameters of a checkpoint, whichever of them were frozen. Raises InputError if they do not fit."""
-    return restored_params(saved, shapes, shardings, model=setup.run.config.model, whole=base_shapes(setup), cast=cast)
+    """Parameters of a checkpoint, whichever of them were frozen, and packed or not. Raises InputError if they do not fit."""
+    adapters, base = setup.program.adapters, saved.manifest.base
+    packed = {} if adapters is None else adapters.packed
+    stored = {entry.path.partition("/")[2]: entry.dtype for entry in (*saved.manifest.arrays, *(() if base is None else base.arrays))}
+
+    def as_stored(path: Any, x: Any) -> Any:
+        packing, dtype = packed.get(path_text(path)), stored.get(path_text(path), "uint8")
+        return x if packing is None or dtype == "uint8" else jax.ShapeDtypeStruct(packing.unpacked(x.shape), dtype)
+
+    wanted = jax.tree.map_with_path(as_stored, shapes)
+    params = restored_params(saved, wanted, shardings, model=setup.run.config.model, whole=base_shapes(setup), cast=cast)
+    return params if adapters is None else adapters.packed_params(params, shardings)
 
 
 def restore_state(setup: Setup, saved: SavedStep, allow: Sequence[str] = ()) -> State:

@@ -31,6 +31,7 @@ from .layout import Candidate
 from .plans import Answer
 
 BYTES, WIDE = 2, 4
+_FROZEN_BYTES = {"f32": WIDE, "bf16": BYTES, "int8": 66 / 64, "nf4": 34 / 64}
 """The bytes of a weight where it is multiplied, and where it is stored."""
 _HIDDEN = {"gathers": 0.6, "sums": 0.3, "tensor": 0.3, "stage": 0.0}
 """The share of the collectives of each kind that kernels hide, as far as kernels take as long."""
@@ -70,7 +71,7 @@ class Step:
         # Without their number: parameters are f32, as the trainer stores them, and split over all axes that do not hold copies.
         parameters = plan.parameters or plan.parameter_bytes * devices / candidate.size(candidate.roles.copies) / WIDE
         trained = (plan.trained or parameters) / parameters
-        width = WIDE * trained + (BYTES if model.base_dtype == "bf16" else WIDE) * (1 - trained)
+        width = WIDE * trained + _FROZEN_BYTES[model.base_dtype] * (1 - trained)
         return cls(
             flops=plan.model_flops * devices * parts,
             parameters=parameters,

@@ -93,9 +93,10 @@ def program_of(
             grouped = _grouped_matmuls(config.model, layout.device)
     adapters, trained = None, Trained(config.optimizer.train)
     if config.lora is not None:
-        adapters = Adapters.of(model, config.lora, partial(_call_on_zeros, rows, own_loss), where("lora.modules"))
+        call, further, dtype = partial(_call_on_zeros, rows, own_loss), config.optimizer.train, config.model.base_dtype
+        adapters = Adapters.of(model, config.lora, call, where("lora.modules"), train=further, base_dtype=dtype)
         model, layout = adapters.model, replace(layout, rules=adapters.rules(layout.rules))
-        trained = adapters.trained(config.optimizer.train)
+        trained = adapters.trained
     model = with_frozen(model, trained, config.model.base_dtype, where)
     kernel = None if attention is None else attention.kernel
     if remat == AUTO:
@@ -174,7 +175,9 @@ def _call_on_zeros(batch: Element, loss: Callable[..., Any] | None, module: Any)
     zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in batch.items()}
     if loss is not None:
         return loss(module, zeros, **mode_of(loss, True))
-    return module(zeros["inputs"], **(segments_of(zeros) if takes_segments(module) else {}))
+    # The trainer's loss multiplies the head in a derivative of its own, which an adapted matrix cannot pass.
+    call = getattr(module, "features", module)
+    return call(zeros["inputs"], **(segments_of(zeros) if takes_segments(module) else {}))
 
 
 def _attention(model: ModelConfig, layout: MeshLayout, where: Where) -> AttentionChoice:

@@ -55,12 +55,17 @@ class Setup(StateLayout):
     @property
     def num_parameters(self) -> int:
         """Parameters of the model."""
-        return sum(math.prod(p.shape) for p in self.storage.model.parameters)
+        return sum(map(self._num_elements, self.storage.model.parameters))
 
     @property
     def num_frozen(self) -> int:
         """Parameters that are not trained."""
-        return sum(math.prod(p.shape) for p in self.storage.model.parameters if not self.trained.has(p.path))
+        return sum(self._num_elements(p) for p in self.storage.model.parameters if not self.trained.has(p.path))
+
+    def _num_elements(self, parameter: Any) -> int:
+        adapters = self.program.adapters
+        packing = None if adapters is None else adapters.packed.get(parameter.path)
+        return math.prod(parameter.shape if packing is None else packing.unpacked(parameter.shape))
 
     def init(self) -> State:
         """The state before the first step, born sharded; the same values on every mesh."""

@@ -71,7 +71,7 @@ def with_frozen(model: Model, trained: Trained, dtype: str, where: Callable[[str
         problems.append(f"{where('model.base_dtype')}: model.base_dtype: {dtype} {why}. {remedy}")
     if problems:
         raise InputError(problems)
-    return trained.frozen_in(model, jnp.bfloat16) if dtype == "bf16" else model
+    return model if dtype == "f32" else trained.frozen_in(model, jnp.bfloat16)
 
 
 def divided(tree: Any, is_first: Callable[[str], bool], path: str = "") -> tuple[Any, Any]:

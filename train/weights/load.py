@@ -7,14 +7,15 @@ one shard. An array is read in the layout of the model; the run then converts it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from jgt import path_text
+from jgt import Packing, path_text
 from jgt.document import InputError
 
 from ..models.config import ModelConfig
@@ -28,12 +29,13 @@ from .safetensors import Folder, open_folder
 class Files:
     """The files of a published model whose tensors are those of the model, with the sources of its parameters.
 
-    names: the tensors' names in the folder, by the family's.
+    names: the tensors' names in the folder, by the family's. packing: how matrices of uint8 are packed, which is done shard by shard.
     """
 
     folder: Folder
     sources: Mapping[str, Source]
     names: Mapping[str, str]
+    packing: Packing | None = None
 
     def load(self, shapes: Any, shardings: Any) -> Any:
         """The parameters, laid out by `shardings`. shapes: their tree of shapes, nested dicts."""
@@ -45,6 +47,8 @@ class Files:
         cut = len(shape) - 1 if source.is_transposed else source.num_stacked
         row = max(math.prod(shape[source.num_stacked :]) // max(shape[cut], 1), 1) * np.dtype(dtype).itemsize
         step = max(most // row, 1)
+        if self.packing is not None:
+            step = self.packing.whole(step)
         for stacked in np.ndindex(*shape[: source.num_stacked]):
             for begin in range(0, shape[cut], step):
                 spans = [range(n, n + 1) for n in stacked] + [range(size) for size in shape[source.num_stacked :]]
@@ -52,7 +56,16 @@ class Files:
                 yield tuple(slice(span.start, span.stop) for span in spans), _read(self.folder, source, self.names, tuple(spans), dtype)
 
     def _load(self, path: str, x: Any, sharding: Any) -> jax.Array:
-        return _sharded(self.folder, self.sources[path], self.names, tuple(x.shape), x.dtype, sharding)
+        def read(spans: tuple[range, ...]) -> Any:
+            return _read(self.folder, self.sources[path], self.names, spans, x.dtype)
+
+        def read_packed(spans: tuple[range, ...]) -> Any:
+            assert self.packing is not None
+            whole, inner = self.packing.blocks(spans[-1])
+            matrix = _read(self.folder, self.sources[path], self.names, (*spans[:-1], whole), np.dtype(np.float32))
+            return np.asarray(_pack(self.packing, matrix))[..., inner]
+
+        return _sharded(tuple(x.shape), sharding, read_packed if x.dtype == np.uint8 else read)
 
 
 def open_files(described: Described, config: ModelConfig, shapes: Any) -> Files:
@@ -60,7 +73,9 @@ def open_files(described: Described, config: ModelConfig, shapes: Any) -> Files:
 
     Raises InputError with every tensor that is missing, has another shape or is not part of the model. No tensor is read.
     """
-    flat = {path_text(path): tuple(x.shape) for path, x in jax.tree.leaves_with_path(shapes)}
+    packing = Packing.named(config.base_dtype)
+    leaves = jax.tree.leaves_with_path(shapes)
+    flat = {path_text(path): tuple(x.shape) if packing is None else packing.shape_of(x) for path, x in leaves}
     sources = sources_of(described.family, flat, (config.heads, config.num_kv_heads))
     wanted = tensors_of(sources, flat)
     # Some folders have a few tensors more, which are skipped.
@@ -71,17 +86,23 @@ def open_files(described: Described, config: ModelConfig, shapes: Any) -> Files:
     wrong = misfits(wanted, names, folder.tensors, (*described.family.skipped, *tied))
     if problems := first(f"{described.path}: {problem}" for problem in wrong):
         raise InputError(problems)
-    return Files(folder, sources, names)
+    return Files(folder, sources, names, packing)
 
 
-def _sharded(folder: Folder, source: Source, names: Mapping[str, str], shape: Shape, dtype: Any, sharding: Any) -> jax.Array:
+@partial(jax.jit, static_argnums=0)
+def _pack(packing: Packing, matrix: Any) -> jax.Array:
+    return packing.pack(matrix)
+
+
+def _sharded(shape: Shape, sharding: Any, read: Callable[[tuple[range, ...]], Any]) -> jax.Array:
+    """An array of shards. read: reads the elements in these ranges of its dims."""
     parts: dict[Any, jax.Array] = {}
     by_index: dict[Any, list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         spans = tuple(range(*one.indices(size)) for one, size in zip(index, shape, strict=True))
         by_index.setdefault(spans, []).append(device)
     for spans, devices in by_index.items():
-        part = _read(folder, source, names, spans, dtype)
+        part = read(spans)
         for device in devices:
             parts[device] = jax.device_put(part, device)
         jax.block_until_ready([parts[device] for device in devices])

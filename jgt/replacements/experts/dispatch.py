@@ -238,7 +238,13 @@ def _pulled(
     """The gradients of scales [n], and of rows and weights, from the cotangent [n, d'] of the scaled results of rows [n, d]."""
     results, pull = cast("tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]", jax.vjp(run, rows, *leaves))
     by_scales = jnp.sum(results.astype(jnp.float32) * cotangent.astype(jnp.float32), axis=-1)
-    return by_scales, pull((cotangent * scales[:, None].astype(cotangent.dtype)).astype(results.dtype))
+    by_rows, *by_weights = pull((cotangent * scales[:, None].astype(cotangent.dtype)).astype(results.dtype))
+    return by_scales, (by_rows, *map(with_zeros, by_weights, leaves))
+
+
+def with_zeros(gradient: Any, x: jax.Array) -> jax.Array:
+    """The gradient of an array; zeros for integers, such as packed weights, which have none."""
+    return jnp.zeros_like(x) if gradient.dtype == jax.dtypes.float0 else gradient
 
 
 def _sum_of_rounds(dispatch: Dispatch, round_: Callable[[Any], list[jax.Array]]) -> list[jax.Array]:

@@ -25,7 +25,7 @@ from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.replacements.device_plan import DevicePlan, OfReplicas, SentBytes, plan_of, run_on_devices
 from jgt.replacements.experts.call import ExpertCall
-from jgt.replacements.experts.dispatch import AllToAll, Dispatch, LocalRows, capacity_of, run_backward, run_forward
+from jgt.replacements.experts.dispatch import AllToAll, Dispatch, LocalRows, capacity_of, run_backward, run_forward, with_zeros
 from jgt.replacements.gradients import sum_of_parts
 
 
@@ -179,6 +179,7 @@ class Backward(_Direction):
 
         pull = cast("Callable[[jax.Array], tuple[jax.Array, ...]]", jax.vjp(run, scale, x, *leaves)[1])
         by_scale, by_x, *by_weights = pull(cotangent)
+        by_weights = map(with_zeros, by_weights, leaves)
         # Only the sum of the parts has a meaning.
         more = [(0, size - 1) for axis, size in self.exchange.sizes if axis in self.exchange.parts]
         first = [jnp.pad(g.reshape([1] * len(more) + [*g.shape]), [*more, *[(0, 0)] * g.ndim]) for g in by_weights]
@@ -219,7 +220,9 @@ def run_on(call: ExpertCall, exchange: Exchange, mesh: Mesh | AbstractMesh | Non
 
     def backward(operands: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[Any, ...]:
         *by_weights, by_x, by_scale = run_on_devices(behind, mesh, *operands, cotangent)
-        return *(sum_of_parts(parts, len(exchange.parts)) for parts in by_weights), by_x, None, by_scale
+        is_real = [jnp.issubdtype(x.dtype, jnp.inexact) for x in operands]
+        sums = (sum_of_parts(parts, len(exchange.parts)) if real else None for parts, real in zip(by_weights, is_real, strict=False))
+        return *sums, by_x, None, by_scale
 
     run.defvjp(forward, backward)
     return [run(*operands)]

@@ -85,7 +85,7 @@ def saved_step(folder, params, **more):
 def saved_arrays(folder, step):
     """All arrays of a checkpoint, by path."""
     saved = SavedStep(folder=folder / str(step), manifest=Steps(folder).read(step))
-    return {entry.path: next(pieces(saved, entry, num_whole=len(entry.shape)))[1] for entry in saved.manifest.arrays}
+    return {entry.path: next(pieces(saved, entry, whole=range(len(entry.shape))))[1] for entry in saved.manifest.arrays}
 
 
 def equal(one, other):
@@ -197,7 +197,7 @@ def test_pieces_are_the_array_and_small(tmp_path):
             made[place], count = part, count + 1
         np.testing.assert_array_equal(made, value)
         assert count == {1: 8, 400: 4, 800: 2, 10_000: 1}[most]
-    assert next(pieces(saved, entry, num_whole=2))[1].shape[:2] == (3, 10)
+    assert next(pieces(saved, entry, whole=(0, 1)))[1].shape[:2] == (3, 10)
     with pytest.raises(UnusableError, match=r"has other arrays in its files than its manifest lists \(params/x\)"):
         next(pieces(saved, dataclasses.replace(entry, shape=(3, 12, 10))))
     with pytest.raises(UnusableError, match="cannot be read"):
