@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from jgt.adapters.evaluate import run_adapted
 from jgt.adapters.packed import Packed, Packing
 from jgt.program import jaxpr as jx
 from jgt.program.uses import Use, parameter_uses
-from jgt.rules import Rules, SpecRule, match_param
+from jgt.rules import Rules, SignalRule, SpecRule, match_param
 from jgt.sharding.inputs import path_text
 
 
@@ -82,7 +82,7 @@ class Matrix:
 
         def matrix(path: str, x: Any) -> Any:
             if path in packed:
-                x = Packed(x, packed[path])
+                x = Packed(x, packed[path], _packed_name(path))
             if path in updates:
                 return updates[path].adapted(x)
             return Adapted(matrix=Labelled(x, _labels(x.shape)), path=path) if path in packed else x
@@ -93,6 +93,19 @@ class Matrix:
             return jax.tree.unflatten(tree, run_adapted(program, [*leaves, *jax.tree.leaves(args)]))
 
         return call
+
+    def gathered(self, rules: Rules, batch: Collection[str]) -> list[SignalRule]:
+        """The rules by which the matrix is gathered in its packed form, over the axes of the batch that `rules` split it over; or none."""
+        sliced = self.use.sliced
+        found = match_param(rules, self.path, self.use.signals, len(self.shape) - len(sliced))
+        if found.rule is None:
+            return []
+        dims = [axes for n, axes in enumerate(found.rule.dims(len(self.shape), sliced)) if n not in sliced]
+        spec = tuple(tuple(axis for axis in axes if axis not in batch) for axes in dims)
+        if spec == tuple(dims):
+            return []
+        rule = SpecRule(pattern=_packed_name(self.path), spec=spec, where=found.rule.where)
+        return [SignalRule(pattern=signal, tensors=(rule,), where=found.rule.where) for signal in self.use.signals]
 
     @property
     def fan_in(self) -> int:
@@ -142,6 +155,11 @@ class Update:
         key = None if self.key is None else Labelled(self.key, (*stack, KEY))
         path, scale = self.matrix.path, self.scale
         return Adapted(matrix=Labelled(x, labels), a=a, b=b, key=key, path=path, scale=scale, dropout=self.dropout)
+
+
+def _packed_name(path: str) -> str:
+    """The name of a packed matrix where a matmul reads it."""
+    return f"packed.{path.replace('/', '.')}"
 
 
 def _named(params: Any) -> list[tuple[str, Any]]:

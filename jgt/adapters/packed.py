@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name  # pyright: ignore[reportUnknownVariableType]
 from jax.typing import ArrayLike
 
 _BLOCK = 64
@@ -127,18 +128,22 @@ def _chosen(numbers: Sequence[float], codes: jax.Array) -> jax.Array:
     return chosen[0]
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("bytes",), meta_fields=("packing", "changes"))
+@partial(jax.tree_util.register_dataclass, data_fields=("bytes",), meta_fields=("packing", "name", "changes"))
 @dataclass(frozen=True)
 class Packed:
-    """A packed matrix, and the changes that lie between it and the matmul that will read it."""
+    """A packed matrix, and the changes that lie between it and the matmul that will read it.
+
+    name: what rules call the bytes where they are unpacked, to say that devices exchange these, and not the numbers.
+    """
 
     bytes: Any
     packing: Packing
+    name: str
     changes: tuple[Callable[[Any], Any], ...] = ()
 
     def value(self) -> jax.Array:
         """The matrix with its changes."""
-        x = self.packing.unpack(self.bytes)
+        x = self.packing.unpack(checkpoint_name(self.bytes, self.name))
         for change in self.changes:
             x = change(x)
         return x

@@ -10,31 +10,10 @@ from hypothesis import strategies as st
 from jgt import Matrix, Packing
 
 D, L = 64, 3
-CODES = {
-    # Quantiles of a normal distribution, as QLoRA's appendix E has them.
-    "nf4": np.array(
-        [
-            "-1",
-            "-0.69619280",
-            "-0.52507305",
-            "-0.39491749",
-            "-0.28444138",
-            "-0.18477343",
-            "-0.09105004",
-            "0",
-            "0.07958030",
-            "0.16093020",
-            "0.24611230",
-            "0.33791524",
-            "0.44070983",
-            "0.56261700",
-            "0.72295684",
-            "1",
-        ],
-        np.float32,
-    ),
-    "int8": np.arange(-127, 128, dtype=np.float32) / 127,
-}
+# Quantiles of a normal distribution, as QLoRA's appendix E has them.
+NEGATIVE = [-1, -0.69619280, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004]
+POSITIVE = [0.07958030, 0.16093020, 0.24611230, 0.33791524, 0.44070983, 0.56261700, 0.72295684, 1]
+CODES = {"nf4": np.array([*NEGATIVE, 0, *POSITIVE], np.float32), "int8": np.arange(-127, 128, dtype=np.float32) / 127}
 BYTES = {"nf4": 34 / 64, "int8": 66 / 64}
 
 

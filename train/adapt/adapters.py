@@ -15,7 +15,7 @@ With `model.base_dtype: nf4` or `int8` the frozen matrices are packed (`jgt.adap
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,7 +45,8 @@ class Adapters:
     config: LoraConfig
     base: Model
     matrices: Mapping[str, Matrix]
-    packed: Mapping[str, Packing]
+    packed: Mapping[str, Matrix]
+    packing: Packing | None
     trained: Trained
 
     @staticmethod
@@ -79,16 +80,22 @@ class Adapters:
         if problems:
             raise InputError([f"{where}: lora.modules: {problem}" for problem in problems])
         trained, packing = Trained((*TRAINED, *(train or ()))), Packing.named(base_dtype)
-        packed = {} if packing is None else {path: packing for path, m in found.items() if not m.problem and packing.fits(m.shape)}
-        packed = {path: packing for path, packing in packed.items() if not trained.has(path)}
+        packed = {} if packing is None else {path: m for path, m in found.items() if not m.problem and packing.fits(m.shape)}
+        packed = {path: matrix for path, matrix in packed.items() if not trained.has(path)}
         if packing is not None and not packed:
             why = "packs frozen matrices whose last dim is a multiple of 64, and there are none. Set bf16"
             raise InputError([f"model.base_dtype: {base_dtype} {why}"])
-        return Adapters(config=config, base=model, matrices=chosen, packed=packed, trained=trained)
+        return Adapters(config=config, base=model, matrices=chosen, packed=packed, packing=packing, trained=trained)
 
-    def rules(self, rules: Rules) -> Rules:
-        """The rules, with those of the factors, which follow from the matrices'."""
+    def rules(self, rules: Rules, batch: Collection[str]) -> Rules:
+        """The rules, with those of the factors, which follow from the matrices', and of packed matrices. batch: the axes of the batch."""
+        gathered = [rule for matrix in self.packed.values() for rule in matrix.gathered(rules, batch)]
+        rules = replace(rules, signals=(*gathered, *rules.signals))
         return Matrix.with_rules(rules, {factors_of(path): matrix for path, matrix in self.matrices.items()})
+
+    def packing_of(self, path: str) -> Packing | None:
+        """How a parameter is packed; None for one that is not."""
+        return self.packing if path in self.packed else None
 
     def divided(self, params: Any) -> tuple[Any, Any]:
         """The parameters of the base and of the adapters, of a tree by parameter."""
@@ -101,7 +108,7 @@ class Adapters:
         updates = self._updates(own)
 
         def add(path: Any, x: jax.Array) -> jax.Array:
-            packing, update = self.packed.get(path_text(path)), updates.get(path_text(path))
+            packing, update = self.packing_of(path_text(path)), updates.get(path_text(path))
             x = x if packing is None else packing.unpack(x)
             if update is None:
                 return x
@@ -113,7 +120,7 @@ class Adapters:
         """Parameters whose matrices are packed, where some are not. shardings: where each parameter goes; None in a trace."""
 
         def pack(path: Any, x: jax.Array, sharding: Any = None) -> jax.Array:
-            packing = self.packed.get(path_text(path))
+            packing = self.packing_of(path_text(path))
             if packing is None or x.dtype == jnp.uint8:
                 return x
             return packing.pack(x) if sharding is None else jax.jit(packing.pack, out_shardings=sharding)(x)
@@ -152,10 +159,14 @@ class Adapters:
         def run(base: Any, rest: Any) -> tuple[Any, Any]:
             return self.base.run(use, base, rest, is_training)
 
-        result, after = Matrix.with_updates(run, self._updates(own, random if is_training else None), self.packed)(base, rest)
+        result, after = Matrix.with_updates(run, self._updates(own, random if is_training else None), self._packings)(base, rest)
         if random is not None:
             after = {**after, _VARIABLE: {**random, "count": random["count"] + is_training}}
         return result, after
+
+    @property
+    def _packings(self) -> dict[str, Packing]:
+        return {} if self.packing is None else dict.fromkeys(self.packed, self.packing)
 
     def _updates(self, own: Any, random: Mapping[str, jax.Array] | None = None) -> dict[str, Any]:
         """The updates by the paths of their matrices. own: the parameters of the adapters. random: see `_init`; None without dropout."""

@@ -30,8 +30,8 @@ BaseType = Literal["f32", "bf16", "int8", "nf4"]
 class OwnModel:
     """A model of the user's own: an nnx or a linen module. `vocab`, `seq` and `dtype` are passed to it if its signature has them.
 
-    kind: MODULE:NAME of its class, or of a function that makes it. base_dtype: the type of frozen parameters; f32 leaves them in the
-    type in which the model makes them. arguments: all further keys, which are passed to it.
+    kind: MODULE:NAME of its class, or of a function that makes it. base_dtype: the type of frozen parameters, of which int8 and nf4
+    pack the matrices; f32 leaves them in the type in which the model makes them. arguments: all further keys, which are passed to it.
     """
 
     REST: ClassVar[str] = "arguments"
@@ -58,7 +58,8 @@ class ModelConfig(Options):
     """A decoder: `llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU) or `gpt` (LayerNorm, learned positions, GELU).
 
     hf: a folder of Hugging Face whose config.json gives the other keys and whose files the parameters, or a config.json alone. dtype: the
-    type of matmuls and activations; parameters are f32. base_dtype: the type of frozen parameters (`optimizer.train`). head_dim: the size
+    type of matmuls and activations; parameters are f32. base_dtype: the type of frozen parameters, of which int8 and nf4 pack
+    the matrices. head_dim: the size
     of a head, embed / heads if null. fp8: the layers' matmuls run in eight bits. tied: the embedding is the output projection too.
     attention: cuDNN's kernel or XLA's program; auto: cuDNN if available, otherwise XLA; the choice is logged. experts: a mixture of experts
     in the place of the MLP; null: the MLP.

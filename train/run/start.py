@@ -191,11 +191,10 @@ class Start:
 def saved_params(setup: Setup, saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
     """Parameters of a checkpoint, whichever of them were frozen, and packed or not. Raises InputError if they do not fit."""
     adapters, base = setup.program.adapters, saved.manifest.base
-    packed = {} if adapters is None else adapters.packed
     stored = {entry.path.partition("/")[2]: entry.dtype for entry in (*saved.manifest.arrays, *(() if base is None else base.arrays))}
 
     def as_stored(path: Any, x: Any) -> Any:
-        packing, dtype = packed.get(path_text(path)), stored.get(path_text(path), "uint8")
+        packing, dtype = None if adapters is None else adapters.packing_of(path_text(path)), stored.get(path_text(path), "uint8")
         return x if packing is None or dtype == "uint8" else jax.ShapeDtypeStruct(packing.unpacked(x.shape), dtype)
 
     wanted = jax.tree.map_with_path(as_stored, shapes)

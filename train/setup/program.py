@@ -95,7 +95,7 @@ def program_of(
     if config.lora is not None:
         call, further, dtype = partial(_call_on_zeros, rows, own_loss), config.optimizer.train, config.model.base_dtype
         adapters = Adapters.of(model, config.lora, call, where("lora.modules"), train=further, base_dtype=dtype)
-        model, layout = adapters.model, replace(layout, rules=adapters.rules(layout.rules))
+        model, layout = adapters.model, replace(layout, rules=adapters.rules(layout.rules, layout.batch))
         trained = adapters.trained
     model = with_frozen(model, trained, config.model.base_dtype, where)
     kernel = None if attention is None else attention.kernel

@@ -64,7 +64,7 @@ class Setup(StateLayout):
 
     def _num_elements(self, parameter: Any) -> int:
         adapters = self.program.adapters
-        packing = None if adapters is None else adapters.packed.get(parameter.path)
+        packing = None if adapters is None else adapters.packing_of(parameter.path)
         return math.prod(parameter.shape if packing is None else packing.unpacked(parameter.shape))
 
     def init(self) -> State:

@@ -1,4 +1,4 @@
-"""Frozen matrices in four or eight bits (`model.base_dtype: nf4 | int8`): on every mesh, in checkpoints, from published weights, in exports."""
+"""Frozen matrices in four or eight bits (`model.base_dtype`): on every mesh, in checkpoints, from published weights, in exports."""
 
 import json
 
