@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from jgt.adapters.matrices import Matrix as Matrix
     from jgt.adapters.packed import Packing as Packing
     from jgt.api.shard import init, place, shard
-    from jgt.api.shard import storage_of as storage_of
     from jgt.api.verify import Verification, verify
     from jgt.command.console import Console as Console
     from jgt.command.console import amount as amount
@@ -50,7 +49,7 @@ quiet_plugin()
 _NAMES = {
     "jgt.adapters.matrices": ("Matrix",),
     "jgt.adapters.packed": ("Packing",),
-    "jgt.api.shard": ("init", "place", "shard", "storage_of"),
+    "jgt.api.shard": ("init", "place", "shard"),
     "jgt.api.verify": ("Verification", "verify"),
     "jgt.command.console": ("Console", "amount"),
     "jgt.command.parser": ("CommandParser",),

@@ -20,7 +20,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from jgt.adapters.packed import changed, read, sliceable
+from jgt.adapters.packed import changed, read_by, sliceable
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation
 
@@ -201,7 +201,7 @@ class Adapted:
         (own, of_other), (own_batch, batch) = (pair if is_left else pair[::-1] for pair in sides)
         contracted, shared = [self.labels[n] for n in own], [self.labels[n] for n in own_batch]
         free = [label for label in self.labels if label not in contracted and label not in shared]
-        product = read(self.matrix.array, lambda x: jx.result_of(equation, *((x, other) if is_left else (other, x))))
+        product = read_by(self.matrix.array, lambda x: jx.result_of(equation, *((x, other) if is_left else (other, x))))
         first, second = self._factors(contracted, shared, free)
         if first is None or second is None:
             return product
@@ -226,7 +226,7 @@ class Adapted:
             why = "with dropout" if self.dropout else "whose matrices are not [groups, in, out]"
             raise UnsupportedError(f"is read by a grouped matmul {why}")
         group, contracted, free = self.labels
-        product = read(self.matrix.array, lambda x: jx.result_of(equation, rows, x, sizes))
+        product = read_by(self.matrix.array, lambda x: jx.result_of(equation, rows, x, sizes))
         first, second = self._factors([contracted], [group], [free])
         if first is None or second is None:
             return product

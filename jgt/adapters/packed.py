@@ -177,7 +177,7 @@ def sliceable(x: Any) -> Any:
     return x.value() if isinstance(x, Packed) and x.changes else x
 
 
-def read(x: Any, call: Callable[[Any], jax.Array]) -> jax.Array:
+def read_by(x: Any, call: Callable[[Any], jax.Array]) -> jax.Array:
     """call(x). A packed matrix is unpacked inside, and again in the backward pass, so that it is not kept until then."""
     if not isinstance(x, Packed):
         return call(x)

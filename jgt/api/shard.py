@@ -12,7 +12,6 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jgt.document import InputError
 from jgt.replacements.experts.experts import Experts
 from jgt.replacements.gradients import SummedGradients
 from jgt.replacements.overlap import Overlap
@@ -23,7 +22,6 @@ from jgt.sharding.inputs import StateArguments
 from jgt.sharding.placement import Placement
 from jgt.sharding.sharded import Sharded
 from jgt.sharding.staged import Staging
-from jgt.sharding.storage import Storage
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -127,24 +125,8 @@ def place(
     `fn` may be sharded already; then the trace is shared. Raises InputError with every misfit of parameters, activations and inputs, every
     rule that matches nothing (not with `partial`), and `problems`, which were found before.
     """
-    return storage_of(_sharded(fn, rules, mesh, partial, pipeline, state), *args, problems=problems, **kwargs).model
-
-
-def storage_of(sharded: Sharded[..., Any], *args: Any, keeps_shapes: bool = False, problems: Sequence[str] = (), **kwargs: Any) -> Storage:
-    """The placement of a sharded function's parameters (`Storage.model`), and the form in which they are best stored between steps.
-
-    keeps_shapes: whether they have to be stored in the model's shapes. Raises InputError as `place` does.
-    """
-    try:
-        _, planned = sharded.planned(*args, **kwargs)
-    except InputError as error:
-        raise InputError([*problems, *error.problems]) from None
-    if problems:
-        raise InputError(problems)
-    storage = planned.storage
-    if storage is not None and keeps_shapes:
-        storage = storage.of_same_shapes()
-    return storage or Storage(model=planned.placement)
+    sharded = _sharded(fn, rules, mesh, partial, pipeline, state)
+    return sharded.storage_for(args, kwargs, problems=problems).model
 
 
 def init(

@@ -18,6 +18,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from jgt.document import InputError
 from jgt.replacements.replacement import Replacement
 from jgt.rules import Rules
 from jgt.sharding.argument_specs import check_aliases
@@ -86,6 +87,25 @@ class Sharded(Generic[_P, _R]):
     def storage(self, *args: _P.args, **kwargs: _P.kwargs) -> Storage | None:
         """The form in which parameters are best stored between steps; None: as the model has them."""
         return self._plan(self._arguments(args, kwargs)).storage
+
+    def storage_for(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any] = {}, *, keeps_shapes: bool = False, problems: Sequence[str] = ()
+    ) -> Storage:
+        """The placement of the parameters of a call (`Storage.model`), and the form in which they are best stored between steps.
+
+        keeps_shapes: whether they have to be stored in the model's shapes. Raises InputError as a call does, with `problems`, which were
+        found before.
+        """
+        try:
+            planned = self._plan(self._arguments(args, kwargs))
+        except InputError as error:
+            raise InputError([*problems, *error.problems]) from None
+        if problems:
+            raise InputError(problems)
+        storage = planned.storage
+        if storage is not None and keeps_shapes:
+            storage = storage.of_same_shapes()
+        return storage or Storage(model=planned.placement)
 
     def on_stored(self, storage: Storage) -> Callable[..., _R]:
         """The same function of parameters that are stored so. It has no state in its first argument."""

@@ -35,4 +35,4 @@ def roles_of(model, inputs):
         return model.run(lambda module: module(inputs), params, variables, True)[0]
 
     sharded = jgt.shard(call, Rules(default="replicate"), jgt.abstract_mesh({"data": 1}))
-    return roles_at(model, jgt.storage_of(sharded, params, inputs))
+    return roles_at(model, sharded.storage_for((params, inputs)))

@@ -1,4 +1,4 @@
-"""Prepares a run: `program_of` traces its model and loss, `jgt.storage_of` places every array, and `FirstState` makes its state.
+"""Prepares a run: `program_of` traces its model and loss, `Sharded.storage_for` places every array, and `FirstState` makes its state.
 
 Training, `--dry-run`, `--replay`, `jgt check` and `jgt plan` have to speak of one program, or a check could pass where training fails. So
 all of them call `prepare`, which makes the whole program from shapes. Nothing in it needs devices: on an abstract mesh, a laptop checks a
@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import jgt
 from jgt import Replicas, Storage
 from jgt.document import InputError, nearest
 
@@ -63,7 +62,7 @@ def prepare(
     program = program_of(config, layout, code, where, element=element, remat=remat or config.train.remat, partial_rules=partial_rules)
     sizes = layout.mesh.shape
     problems = (*batch_problems(run, sizes), *replica_problems(run, sizes))
-    storage = jgt.storage_of(program.loss, *program.shapes, keeps_shapes=not may_reshape(config.optimizer), problems=problems)
+    storage = program.loss.storage_for(program.shapes, keeps_shapes=not may_reshape(config.optimizer), problems=problems)
     objective = _objective(program, storage, config.train, layout, where)
     gradients = _gradient_sum(config.train.accumulate, layout, storage, program.trained, is_wide=config.optimizer.gradients == "f32")
     make_optimizer = _optimizer(config.optimizer, program, storage, compute_type(config.model), code, where)
