@@ -107,6 +107,12 @@ def test_a_run_begins_with_the_losses_of_the_base(tiny_file, overrides):
     np.testing.assert_array_equal(jax.jit(lambda p: adapted.objective.loss(p, state.variables, placed)[0])(own), value)
 
 
+def test_all_matrices_are_those_of_the_layers(tiny_file):
+    # The trainer's loss reads the head in a derivative of its own.
+    everything = prepared(tiny_file, 'lora={rank: 4, alpha: 8, modules: ["**"]}')
+    assert everything.program.adapters.matrices.keys() == prepared(tiny_file, LORA).program.adapters.matrices.keys()
+
+
 def test_merged_parameters_have_the_same_logits(tiny_file):
     setup = prepared(tiny_file, LORA)
     params, model = moved(setup.last_params(setup.init())), setup.program.model
