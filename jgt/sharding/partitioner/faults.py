@@ -2,9 +2,9 @@
 """The layouts that XLA's partitioner computes wrongly, and layouts of the same operation that it computes correctly.
 
 A matmul is wrong if a mesh axis has to move from one dim to another in a way that the partitioner orders wrongly; a window or a pad is
-wrong if it moves along a split dim; a gather of rows is wrong if an axis moves from the rows to the columns. docs/partitioner.md has the
-table of faults and how they were found. In the other layout, a mesh axis splits the same dim in all arrays of the operation: the
-partitioner then has nothing to rearrange.
+wrong if it moves along a split dim; a gather of rows is wrong if an axis moves from the rows to the columns, or if the table's rows are
+split and the result's are split in another way than the indices. docs/partitioner.md has the table of faults and how they were found. In
+the other layout, a mesh axis splits the same dim in all arrays of the operation: the partitioner then has nothing to rearrange.
 """
 
 from __future__ import annotations
@@ -135,8 +135,14 @@ def _axes(layouts: Sequence[Splits], factor: _Factor, n: int) -> tuple[SubAxis, 
 
 
 def _looks_up_wrongly(dims: OperationDims, layouts: Sequence[Splits]) -> bool:
-    """Whether a gather splits the columns of its result by an axis that splits the rows of the table or the indices."""
+    """Whether a gather splits the columns of its result by an axis that splits the rows of the table or the indices.
+
+    Or it sums over the table's rows, which are split, and splits the rows of its result in another way than the indices.
+    """
     columns, others = dims.factors[: dims.num_columns], dims.factors[dims.num_columns :]
+    sums = any(_axes(layouts, factor, 0) for factor in others if factor[2] is None)
+    if sums and any(_axes(layouts, factor, 1) != _axes(layouts, factor, 2) for factor in others if factor[2] is not None):
+        return True
     of_columns = {sub_axis for factor in columns for sub_axis in _axes(layouts, factor, 2)}
     return any(sub_axis in of_columns for factor in others for n in (0, 1) for sub_axis in _axes(layouts, factor, n))
 

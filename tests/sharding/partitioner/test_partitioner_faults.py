@@ -85,6 +85,13 @@ CLASSES = {
         [P("f", None), P(("t", "d"))],
         P("d", "t"),
     ),
+    "rows that are split in another way than the indices": (
+        THREE,
+        lambda table, x: table[(jnp.abs(x) * 7).astype(jnp.int32) % 16],
+        [(16, 8), (8,)],
+        [P("d", None), P(("t", "f"))],
+        P("f", None),
+    ),
     "a depthwise convolution": (
         TWO,
         kernel_gradient(conv(**SAME, feature_group_count=4), (3, 3, 2, 8)),
