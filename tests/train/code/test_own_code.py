@@ -200,8 +200,8 @@ def test_arrays_of_an_earlier_call_are_refused(tmp_path):
 
 
 def test_from_python_a_text_is_an_override_and_a_key_is_none():
-    with pytest.raises(InputError, match=r"^Python: data\.source: python:object: returned a value of type list_iterator\. Return samples"):
-        jgt.run({"train": {"loss": "a:b"}}, "train.steps=3", data=lambda: iter([]), loss=lambda model, batch: 0.0)
+    with pytest.raises(InputError, match=r"^Python: data\.source: python:object: returned a value of type int\. Return samples"):
+        jgt.run({"train": {"loss": "a:b"}}, "train.steps=3", data=lambda: 3, loss=lambda model, batch: 0.0)
     with pytest.raises(InputError, match=r"^command line: stpes=3: "):
         jgt.run({}, "stpes=3")
     with pytest.raises(TypeError, match=r"jgt\.run has no argument 'steps'\. Values of the config are overrides"):

@@ -149,7 +149,7 @@ def test_a_run_that_is_stopped_has_the_bits_of_one_that_is_not(tiny_file, rules,
     def trained():
         found = []
         checked = load(tiny_file, [f"run.dir={tmp_path}/run", "data.eval_tokens=1000", *more, f"sync={sync}"])
-        train(checked, Resume(), on_end=lambda setup, position: found.append(position.state))
+        train(checked, Resume(), on_end=lambda setup, position, done: found.append(position.state))
         return jax.device_get(found[0])
 
     expected = trained()
@@ -171,7 +171,7 @@ def test_a_run_continues_without_a_pipeline_from_an_exchange(tiny_file, made, ru
     ]
     found = []
     checked = load(tiny_file, [f"run.dir={tmp_path}/run", *options])
-    train(checked, Resume(), on_end=lambda setup, position: found.append(jax.device_get(setup.model_params(position.state.anchor))))
+    train(checked, Resume(), on_end=lambda setup, position, done: found.append(jax.device_get(setup.model_params(position.state.anchor))))
     saved, _ = find_checkpoint(tmp_path / "run")
     fsdp = f"rules={ROOT / 'configs' / 'rules' / 'hybrid.yaml'}"
     for other in ((fsdp, "mesh={replica: 4, fsdp: 2}", PHASES), (fsdp, "mesh={replica: 2, fsdp: 4}", "sync=null")):

@@ -31,7 +31,7 @@ def trained(tiny_file, folder, *overrides):
     """A run to its end: its setup, and the position that it reached."""
     found = []
     checked = load(tiny_file, [f"run.dir={folder}", RULES, MESH, f"train.steps={STEPS}", "train.eval_every=2", *overrides])
-    train(checked, Resume(), on_end=lambda setup, position: found.append((setup, position)))
+    train(checked, Resume(), on_end=lambda setup, position, done: found.append((setup, position)))
     return found[0]
 
 
