@@ -43,7 +43,7 @@ _NF4 = (
     0.7229568362236023,
     1.0,
 )
-"""The numbers of the sixteen codes, by Dettmers et al., appendix E."""
+"""The number that each of the sixteen codes stands for: QLoRA, appendix E."""
 _INT8_MAX = 127
 
 
@@ -55,7 +55,7 @@ class Packing:
 
     @staticmethod
     def named(name: str) -> Packing | None:
-        """The way of this name; None for a type of JAX's, such as bf16."""
+        """The packing with this name; None for the name of a type, such as bf16."""
         return Packing(name) if name in ("nf4", "int8") else None
 
     @property
@@ -80,7 +80,7 @@ class Packing:
         return self.unpacked(x.shape) if x.dtype == jnp.uint8 else tuple(x.shape)
 
     def blocks(self, bytes: range) -> tuple[range, slice]:
-        """The numbers of a matrix's last dim whose blocks have these bytes, and the place of the bytes in these blocks."""
+        """The range of the last dim whose blocks contain these bytes, and where the bytes are within these blocks."""
         first, last = bytes.start // self._bytes, -(-bytes.stop // self._bytes)
         begin = first * self._bytes
         return range(first * _BLOCK, last * _BLOCK), slice(bytes.start - begin, bytes.stop - begin)
@@ -178,7 +178,7 @@ def sliceable(x: Any) -> Any:
 
 
 def read_by(x: Any, call: Callable[[Any], jax.Array]) -> jax.Array:
-    """call(x). A packed matrix is unpacked inside, and again in the backward pass, so that it is not kept until then."""
+    """The result of call(x). A packed matrix is unpacked for the call, and once more for its derivative: only the bytes are kept."""
     if not isinstance(x, Packed):
         return call(x)
 

@@ -15,7 +15,7 @@ With `model.base_dtype: nf4` or `int8` the frozen matrices are packed (`jgt.adap
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,8 +50,10 @@ class Adapters:
     trained: Trained
 
     @staticmethod
-    def of(model: Model, config: LoraConfig, call: Use, where: str, *, train: tuple[str, ...] | None, base_dtype: str) -> Adapters:
-        """The adapters of a model. call: calls the module as in training. where: the place of `lora.modules`. Raises InputError.
+    def of(
+        model: Model, config: LoraConfig, call: Use, where: Callable[[str], str], *, train: tuple[str, ...] | None, base_dtype: str
+    ) -> Adapters:
+        """The adapters of a model. call: calls the module as in training. where(key): the place of a key. Raises InputError.
 
         train, base_dtype: `optimizer.train` and `model.base_dtype`.
         """
@@ -78,13 +80,13 @@ class Adapters:
                 why = next((f"{m.path} {m.problem}" for m in matrices), f"{named[0]} is not a matrix")
                 problems.append(f"{pattern!r} matches no matrix that can be adapted: {why}. {nearest(pattern, _possible(found))}")
         if problems:
-            raise InputError([f"{where}: lora.modules: {problem}" for problem in problems])
+            raise InputError([f"{where('lora.modules')}: lora.modules: {problem}" for problem in problems])
         trained, packing = Trained((*TRAINED, *(train or ()))), Packing.named(base_dtype)
         packed = {} if packing is None else {path: m for path, m in found.items() if not m.problem and packing.fits(m.shape)}
         packed = {path: matrix for path, matrix in packed.items() if not trained.has(path)}
         if packing is not None and not packed:
             why = "packs frozen matrices whose last dim is a multiple of 64, and there are none. Set bf16"
-            raise InputError([f"model.base_dtype: {base_dtype} {why}"])
+            raise InputError([f"{where('model.base_dtype')}: model.base_dtype: {base_dtype} {why}"])
         return Adapters(config=config, base=model, matrices=chosen, packed=packed, packing=packing, trained=trained)
 
     def rules(self, rules: Rules, batch: Collection[str]) -> Rules:

@@ -31,8 +31,9 @@ from .layout import Candidate
 from .plans import Answer
 
 BYTES, WIDE = 2, 4
-_FROZEN_BYTES = {"f32": WIDE, "bf16": BYTES, "int8": 66 / 64, "nf4": 34 / 64}
 """The bytes of a weight where it is multiplied, and where it is stored."""
+_FROZEN_BYTES = {"f32": WIDE, "bf16": BYTES, "int8": 66 / 64, "nf4": 34 / 64}
+"""The bytes of a frozen weight by `model.base_dtype`."""
 _HIDDEN = {"gathers": 0.6, "sums": 0.3, "tensor": 0.3, "stage": 0.0}
 """The share of the collectives of each kind that kernels hide, as far as kernels take as long."""
 _READS, _KEPT_READS, _WEIGHT_READS = 300, 100, 15

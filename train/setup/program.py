@@ -94,7 +94,7 @@ def program_of(
     adapters, trained = None, Trained(config.optimizer.train)
     if config.lora is not None:
         call, further, dtype = partial(_call_on_zeros, rows, own_loss), config.optimizer.train, config.model.base_dtype
-        adapters = Adapters.of(model, config.lora, call, where("lora.modules"), train=further, base_dtype=dtype)
+        adapters = Adapters.of(model, config.lora, call, where, train=further, base_dtype=dtype)
         model, layout = adapters.model, replace(layout, rules=adapters.rules(layout.rules, layout.batch))
         trained = adapters.trained
     model = with_frozen(model, trained, config.model.base_dtype, where)

@@ -17,7 +17,7 @@ from train.data.own.shard import decoded, encoded
 
 NAME = "run.yaml:2: data.source: mine:data"
 COUNT, BATCH = 48, 8
-"""The samples of an epoch, of which a batch is a part."""
+"""The samples of an epoch, which is several batches long."""
 
 
 def sample(number, value=0.0):
@@ -33,7 +33,7 @@ def whole():
 
 
 class Counting:
-    """An iterator whose state is its own dict, which goes on changing."""
+    """An iterator whose state is its own dict, which changes with each sample."""
 
     def __init__(self, shard, shards):
         self.next, self.step, self.random = shard, shards, np.random.default_rng(shard)

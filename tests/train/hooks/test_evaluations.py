@@ -68,7 +68,7 @@ def test_a_run_ends_after_the_last_evaluation_that_patience_allows(tiny, known_l
     assert train(run) == 0
     assert list(read_metrics(tmp_path / "run" / "metrics.jsonl")) == rows
     assert "Ended early at step 12 of 16" in capsys.readouterr().out
-    # With more patience, the run goes on.
+    # With more patience, the run continues.
     assert train(tiny(*COMMON, "train.stop_early={patience: 6}", "sample={tokens: 4}")) == 0
     assert list(read_metrics(tmp_path / "run" / "metrics.jsonl"))[-1]["step"] == 16
 

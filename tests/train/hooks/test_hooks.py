@@ -320,7 +320,7 @@ def test_an_error_ends_the_run_with_the_state_saved(hooked, plain, tmp_path, min
     expected = f"hooks.it: the call at step 4 (step) failed: {mine}:{line}: ValueError: no such colour"
     assert str(caught.value).endswith(expected) and str(caught.value).startswith("command line: ")
     assert "the newest checkpoint is from step 4" in capsys.readouterr().err
-    # Without the hook it goes on as if it had never been there.
+    # Without the hook the run continues as one that never had it.
     assert train(hooked("")) == 0
     assert losses(tmp_path / "run") == losses(tmp_path / "plain")
 
