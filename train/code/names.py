@@ -37,6 +37,8 @@ OR_OWN = "Code of your own is MODULE:NAME (docs/own.md)"
 """For the messages of keys that may name an object."""
 PYTHON = "python"
 """The module of names that were given as objects: `python:Mamba`."""
+SHIPPED_DATA = ("hf",)
+"""The words before the colon in names of `data.source` that are no code of the user's, as in `hf:NAME`."""
 _MOST_SHOWN = 12
 FAILURES = (Exception, SystemExit)
 """Own code may raise any of these. It may also ask to exit with code 0, which would make a run without its work a success."""
@@ -66,6 +68,8 @@ def name_problem(name: str, key: str, code: Code) -> str | None:
 
     Raises InputError for a file that is not Python.
     """
+    if key == "data.source" and name.partition(":")[0] in SHIPPED_DATA:
+        return None
     if not _NAME.fullmatch(name):
         return f"{name!r} is not MODULE:NAME, such as my_models:Mamba"
     module, _, attribute = name.partition(":")

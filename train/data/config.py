@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from jgt.document import Bound, InputError, LocalPath, Node, path_problem, shown
 
-from ..code.names import OR_OWN, is_name
+from ..code.names import OR_OWN, SHIPPED_DATA, is_name
 from ..sections import is_installed
 from .chat.keys import CHATS, ChatKeys
 from .files import Finder, standard_library
@@ -214,8 +214,9 @@ class DataConfig(_SourceKeys):
 class OwnData:
     """A function of the user that returns samples, which are dicts of arrays. See `train.data.own`.
 
-    source: MODULE:NAME of the function. shuffle: whether training reads the samples in a random order, another one in each epoch.
-    shuffle_buffer: how many samples of a stream are shuffled together. resume: exact refuses a stream that cannot say where it is, which a
+    source: MODULE:NAME of the function, or hf:NAME for a dataset of Hugging Face or a folder with its files. shuffle: whether training
+    reads the samples in a random order, another one in each epoch. shuffle_buffer: how many samples of a stream are shuffled together.
+    resume: exact refuses a stream that cannot say where it is, which a
     resumed run would read again. arguments: all further keys, which are passed to it.
     """
 
@@ -226,8 +227,15 @@ class OwnData:
     resume: Literal["skip", "exact"] = "skip"
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
 
+    @property
+    def is_shipped(self) -> bool:
+        """Whether the source is no code of the user's."""
+        return self.source.partition(":")[0] in SHIPPED_DATA
+
     def problems(self) -> Iterator[Problem]:
-        """A buffer to shuffle in, without shuffling."""
+        """A buffer to shuffle in, without shuffling; a name that is empty."""
+        if self.source in (f"{kind}:" for kind in SHIPPED_DATA):
+            yield "source", f"{self.source} needs a name behind it, such as {self.source}NAME"
         if self.shuffle_buffer and not self.shuffle:
             yield "shuffle_buffer", f"is {self.shuffle_buffer:,}, but shuffle is false. Remove one of them"
 
@@ -235,6 +243,8 @@ class OwnData:
 def path_problems(config: DataConfig | OwnData) -> Iterator[Problem]:
     """Problems of the files that the config names. Looks at names, kinds and permissions, and opens no file."""
     if isinstance(config, OwnData):
+        if config.source.startswith("hf:") and not is_installed("datasets"):
+            yield "source", "hf needs the package datasets. Install it: pip install 'jgt[hf]'"
         return
     # One finder for all paths: its budget of names is for the whole config.
     finder = Finder()

@@ -19,10 +19,10 @@ from jgt.document import InputError
 
 from ..adapt.adapters import Adapters
 from ..code.files import Code
-from ..code.names import load_callable, load_object
+from ..code.names import load_callable
 from ..config import Config
 from ..data.config import DataConfig, OwnData
-from ..data.own import open_own
+from ..data.own import function_of, open_own
 from ..models.config import ModelConfig, OwnModel
 from ..models.decoder import build
 from ..models.experts.config import ExpertsConfig
@@ -150,7 +150,7 @@ def _with_keys_to_take(model: OwnModel, data: DataConfig | OwnData, code: Code, 
     values = {"vocab": model.vocab, "seq": model.seq, "dtype": compute_type(model)}
     read = ["vocab", "seq"]
     if isinstance(data, OwnData):
-        read = inspect.signature(load_object(data.source, "data.source", code, where("data.source"))).parameters
+        read = inspect.signature(function_of(data, code, where)).parameters
     # The config of a run directory has all keys. One that has its default asks for nothing.
     asked = {key: value for key, value in values.items() if getattr(model, key) != getattr(OwnModel, key) and key not in read}
     return replace(model, arguments={**model.arguments, **asked})

@@ -23,10 +23,11 @@ import numpy as np
 from jgt.document import InputError
 
 from ...code.files import Code
-from ...code.names import call_with, load_object
+from ...code.names import call_with
 from ..config import OwnData
 from .samples import IndexedSamples, Sample, SampleError, SampleShapes, held_out_samples, named, shapes_of
 from .shard import Shard, StreamSource
+from .shipped import function_of
 
 _MOST_HASHED = 16
 _REMEDY = "Return samples with a length and an index, such as a list of dicts or a dict of arrays, or a stream of dicts (docs/own.md)"
@@ -58,8 +59,9 @@ class OwnSource:
 
 def open_own(config: OwnData, code: Code, where: Callable[[str], str], *, seq: int, vocab: int) -> OwnSource:
     """Calls the function and looks at some samples. where(key): file and line of a key of the config. Raises InputError."""
-    function = load_object(config.source, "data.source", code, where("data.source"))
+    function = function_of(config, code, where)
     parameters = inspect.signature(function).parameters
+    is_asked_by_split = "split" in parameters and not config.is_shipped
 
     def place(key: str) -> str:
         return f"{where(f'data.{key}')}: data.{key}"
@@ -70,11 +72,11 @@ def open_own(config: OwnData, code: Code, where: Callable[[str], str], *, seq: i
 
     def splits(*which: int) -> tuple[Any, Any]:
         made = call("train", *which)
-        return made if "split" not in parameters and isinstance(made, tuple) and len(made) == 2 else (made, None)
+        return made if not is_asked_by_split and isinstance(made, tuple) and len(made) == 2 else (made, None)
 
     here, is_sharded = f"{place('source')}: {config.source}", {"shard", "shards"} <= parameters.keys()
     train, held = splits()
-    if "split" in parameters:
+    if is_asked_by_split:
         held = call("eval")
     fingerprint = dict[str, str | int](source=config.source)
     try:

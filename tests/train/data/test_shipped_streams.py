@@ -1,0 +1,134 @@
+"""Streams that need no code: their samples, the same ones after a resume and on any number of processes, and what is refused."""
+
+import itertools
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from jgt.document import InputError
+from train.code.files import Code
+from train.config.load import load
+from train.data.config import OwnData, path_problems
+from train.data.opening import open_own_data
+from train.data.own import open_own
+
+BATCH, FILES, ROWS = 6, 4, 12
+COUNT = FILES * ROWS
+
+
+def opened(source, processes=1, **keys):
+    arguments = {key: keys.pop(key) for key in [*keys] if key not in ("shuffle_buffer", "resume")}
+    config = OwnData(source=source, arguments=arguments, **keys)
+    own = open_own(config, Code(), lambda key: "run.yaml:2", seq=1, vocab=1)
+    return open_own_data(own, config, seed=0, processes=processes)
+
+
+def refused(source, **keys):
+    with pytest.raises(InputError) as caught:
+        opened(source, **keys)
+    return "\n".join(caught.value.problems)
+
+
+def taken(batches, count):
+    return [{name: x.tolist() for name, x in batch.items()} for batch in itertools.islice(batches, count)]
+
+
+def rows_of(process, processes):
+    return range(process * BATCH // processes, (process + 1) * BATCH // processes)
+
+
+@pytest.fixture(scope="module", params=["jsonl", "parquet"])
+def folder(request, tmp_path_factory):
+    from pyarrow import Table, parquet
+
+    path = tmp_path_factory.mktemp(request.param)
+    for split, number in (*(("train", n) for n in range(FILES)), ("test", FILES)):
+        rows = [{"x": [i / 2, 1.0], "id": i, "text": "one"} for i in range(number * ROWS, (number + 1) * ROWS)]
+        file = path / f"{split}-{number}.{request.param}"
+        if request.param == "parquet":
+            parquet.write_table(Table.from_pylist(rows), file, row_group_size=5)
+        else:
+            file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(folder):
+    return f"hf:{folder}"
+
+
+COLUMNS = ["x", "id"]
+
+
+def test_rows_are_samples(source):
+    data = opened(source, columns=COLUMNS, eval_split="test")
+    (first,) = taken(data.train_batches(0, 2, range(2)), 1)
+    assert first == {"x": [[0.0, 1.0], [0.5, 1.0]], "id": [0, 1]}
+    assert {name: x.dtype for name, x in data.element.items()} == {"x": np.float32, "id": np.int32}
+    assert [batch["id"] for batch in taken(data.eval_batches(BATCH, range(BATCH)), 9)] == [[*range(48, 54)], [*range(54, 60)]]
+    assert not data.notes
+
+
+@pytest.mark.parametrize("buffer", [0, 7])
+def test_a_run_continues_bit_for_bit_wherever_it_was_stopped(source, buffer):
+    keys = {"columns": COLUMNS, "shuffle_buffer": buffer, "resume": "exact"}
+    straight = taken(opened(source, **keys).train_batches(0, BATCH, range(BATCH)), 16)
+    last, at = opened(source, **keys), 0
+    for steps in (3, 1, 7, 5):
+        assert taken(last.train_batches(at * BATCH, BATCH, range(BATCH)), steps) == straight[at : at + steps]
+        at += steps
+        stored = last.stored(at * BATCH)
+        last = opened(source, **keys)
+        last.restore(at * BATCH, [stored])
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_processes_together_see_each_sample_once_an_epoch(source, processes):
+    seen = [taken(opened(source, processes, columns=COLUMNS).train_batches(0, BATCH, rows_of(p, processes)), 16) for p in range(processes)]
+    for epoch in range(2):
+        ids = [number for batches in seen for batch in batches[8 * epoch : 8 * epoch + 8] for number in batch["id"]]
+        assert Counter(ids) == Counter(range(COUNT))
+
+
+def test_a_run_continues_on_another_number_of_processes(source):
+    straight = [opened(source, 2, columns=COLUMNS) for _ in range(2)]
+    batches = [data.train_batches(0, BATCH, rows_of(p, 2)) for p, data in enumerate(straight)]
+    for each in batches:
+        taken(each, 3)
+    stored = [data.stored(3 * BATCH) for data in straight]
+    expected = [[*a["id"], *b["id"]] for a, b in zip(*(taken(each, 6) for each in batches), strict=True)]
+    alone = opened(source, columns=COLUMNS)
+    alone.restore(3 * BATCH, stored)
+    assert [batch["id"] for batch in taken(alone.train_batches(3 * BATCH, BATCH, range(BATCH)), 6)] == expected
+
+
+def test_a_split_may_be_a_part_of_one(source):
+    data = opened(source, columns=["id"], split="train[10:]", eval_split="train[:10]")
+    assert taken(data.train_batches(0, 3, range(3)), 1) == [{"id": [10, 11, 12]}]
+    assert data.eval_sequences == 10
+    assert opened(source, columns=["id"], eval_split="train[4:6]").eval_sequences == 2
+
+
+def test_what_is_wrong_is_said_with_its_line_and_the_nearest_name(source, folder):
+    def line(key):
+        return f"run.yaml:2: data.{key}: "
+
+    assert f"{line('columns')}there is no column 'idd'. Did you mean 'id'?" in refused(source, columns=["idd"])
+    assert "has no split 'trian'. Did you mean 'train'?" in refused(source, split="trian")
+    assert refused(source, eval_split="train[:5%]").startswith(f"{line('eval_split')}'{folder}' has no split 'train[:5%]'. ")
+    assert "Some rows of it are train[A:B]" in refused(source, split="all")
+    assert f"{line('name')}'{folder}' cannot be opened: ValueError: BuilderConfig 'en' not found. Available: " in refused(source, name="en")
+    assert f"{line('colums')}hf has no argument 'colums'. Did you mean 'columns'?" in refused(source, colums=["x"])
+    assert "data.source: hf:" in refused(source) and "text is a value of type str_, not an array of numbers" in refused(source)
+    assert f"Did you mean '{folder}'?" in refused(f"{source}s/")
+
+
+def test_the_package_and_a_name_are_needed_before_jax_starts(monkeypatch):
+    monkeypatch.setattr("train.data.config.is_installed", lambda package: package != "datasets")
+    assert [*path_problems(OwnData(source="hf:a/b"))] == [("source", "hf needs the package datasets. Install it: pip install 'jgt[hf]'")]
+    with pytest.raises(InputError, match=r"data\.source: hf: needs a name behind it, such as hf:NAME"):
+        load({"data": {"source": "hf:"}})
+    with pytest.raises(InputError, match=r"data\.source: data of your own needs a loss of your own"):
+        load({"data": {"source": "hf:a/b"}})
