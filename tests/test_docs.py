@@ -211,6 +211,8 @@ def test_the_code_of_the_page_on_own_code_trains(tmp_path, monkeypatch):
     sgd = "optimizer={name: 'mine:frozen_up', lr: 0.05, warmup: 0}"
     one, three = (jgt.run("waves.yaml", [f"run.name=frozen{n}", sgd, f"train.steps={n}"], code="mine.py").state.params for n in (1, 3))
     assert (one["up"]["kernel"] == three["up"]["kernel"]).all() and (one["down"]["kernel"] != three["down"]["kernel"]).any()
+    schedule = ["run.name=schedule", "optimizer={name: 'mine:inverse_sqrt', peak: 0.1}", "train.steps=2"]
+    assert jgt.run("waves.yaml", schedule, code="mine.py").is_done
     mine = {}
     exec(Path("mine.py").read_text(), mine)
     pairs = ({"image": np.eye(8)[n % 8], "text": np.eye(4)[n % 4]} for n in itertools.count())

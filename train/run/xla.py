@@ -1,4 +1,4 @@
-"""XLA's flags and the folder of compiled programs, both set before JAX starts its devices.
+"""XLA's flags, its share of a GPU's memory and the folder of compiled programs, all set before JAX starts its devices.
 
 XLA aborts the whole process for a flag that it does not know, and flags come and go with every jaxlib. So flags are tried in a process of
 their own first: all together, and only if that fails, one by one. Unknown flags are left out with a warning. A trial takes a second; its
@@ -49,6 +49,8 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
     "gpu-pipeline": _PIPELINE,
     "gpu-fp8": {**_OVERLAP, **_FP8},
 }
+# Two names of one variable. JAX refuses an environment that has both.
+_MEMORY = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
 # The least that makes XLA parse XLA_FLAGS.
 _PROBE = "from jaxlib import _jax; _jax.CompileOptions()"
 
@@ -56,10 +58,13 @@ _PROBE = "from jaxlib import _jax; _jax.CompileOptions()"
 def configure_xla(config: Config) -> list[str]:
     """Sets XLA's flags and the compilation cache of a run. Must be called before JAX starts its devices. Returns warnings for a person.
 
-    Flags in the environment's XLA_FLAGS remain and win.
+    Flags in the environment's XLA_FLAGS remain and win, and so does a share of a GPU's memory that the environment has.
     """
     _add_threads(config)
     has_gpu = config.devices.virtual_cpu is None and any(Path("/dev").glob("nvidia[0-9]*"))
+    if has_gpu and _MEMORY.isdisjoint(os.environ):
+        # JAX itself would take 75 %, and a plan says that a step fits if it needs at most this share.
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.95"
     inherited = os.environ.get("XLA_FLAGS", "").split()
     flags = _texts(wanted_flags(config, has_gpu=has_gpu), inherited)
     cache = config.xla.cache

@@ -16,7 +16,7 @@ from jgt.planner.hardware.network import Network
 # `h100` alone matches too, so that the message can say what is missing.
 _TARGET = re.compile(r"([\w.-]+?)(?::(\d+)x(\d+))?")
 USABLE = 0.95
-"""The share of a GPU's memory that a program may use (XLA_PYTHON_CLIENT_MEM_FRACTION)."""
+"""The share of a GPU's memory that a program may use. A run on GPUs asks JAX for it (XLA_CLIENT_MEM_FRACTION)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jgt.document import InputError
 from jgt.pipeline.config import PipelineConfig
+from jgt.planner.hardware.target import USABLE
 from train.config.config import Config
 from train.models.config import ModelConfig
 from train.run import xla
@@ -113,8 +114,33 @@ def test_a_preset_for_the_devices_here(gpus, virtual_cpu, has_gpu, preset, fp8, 
     monkeypatch.setattr(xla.Path, "glob", lambda self, pattern: gpus)
     monkeypatch.setattr(xla, "_accepted_flags", lambda flags, folder: flags)
     monkeypatch.setenv("XLA_FLAGS", "")
+    # As one of a user's, so that this test leaves none behind.
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.75")
     configure_xla(config_of(cache=None, preset=preset, virtual_cpu=virtual_cpu, fp8=fp8, pipeline=pipeline))
     assert xla.os.environ["XLA_FLAGS"].split() == [f"--{flag}={value}" for flag, value in expected.items() if has_gpu]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "virtual_cpu", "given", "expected"),
+    [
+        (["nvidia0"], None, {}, {"XLA_CLIENT_MEM_FRACTION": str(USABLE)}),
+        (["nvidia0"], None, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}),
+        (["nvidia0"], None, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}),
+        (["nvidia0"], 1, {}, {}),
+        ([], None, {}, {}),
+    ],
+)
+def test_the_share_of_a_gpus_memory_is_that_of_plans(gpus, virtual_cpu, given, expected, monkeypatch):
+    names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    # Sets each first, so that the end of the test removes what the function has set.
+    for name in names:
+        monkeypatch.setenv(name, given.get(name, ""))
+        if name not in given:
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(xla.Path, "glob", lambda self, pattern: gpus)
+    configure_xla(config_of(cache=None, preset="none", virtual_cpu=virtual_cpu))
+    assert {name: os.environ[name] for name in names if name in os.environ} == expected
 
 
 def test_the_presets_differ_in_these_flags():
