@@ -22,7 +22,7 @@ from jgt.planner import Budget
 
 from ..adapt.config import LoraConfig
 from ..code.files import Code, read_code
-from ..code.names import name_problem, object_name
+from ..code.names import is_name, name_problem, object_name
 from ..data.config import path_problems
 from ..models.config import ModelConfig
 from ..sections import DPO, HookConfig, TrainConfig, logger_problem, missing_loggers
@@ -207,8 +207,10 @@ def _lora_problems(run: Run) -> Iterator[str]:
 
 def _loss_problems(run: Run) -> Iterator[str]:
     """A loss without the data that it compares, data without such a loss, and keys that the loss does not read."""
-    config, loss = run.config, run.config.train.loss
-    if loss not in (None, DPO) and run.own("train.loss") is None:
+    # Another key of the section may be wrong, which is not read then.
+    config, node = run.config, run.root.find("train").children.get("loss")
+    loss = None if node is None else node.plain()
+    if isinstance(loss, str) and loss != DPO and not is_name(loss):
         yield run.root.find("train.loss").problem(f"{document.shown(loss)} is neither {DPO} nor MODULE:NAME, such as my_models:loss")
     if run.own("data.source") and loss is None:
         yield run.root.find("data.source").problem("data of your own needs a loss of your own. Add train.loss: MODULE:NAME")

@@ -122,7 +122,7 @@ class DataConfig(_SourceKeys):
     mixture: the parts, each with a weight; for the source mixture.
     """
 
-    source: Annotated[_Source, OR_OWN] = "stdlib"
+    source: Annotated[_Source, f"A dataset of Hugging Face is hf:NAME. {OR_OWN}"] = "stdlib"
     eval_tokens: Annotated[int, Bound(low=0, high=10**12)] | None = None
     shuffle: bool = True
     documents: Literal["join", "mask"] = "join"

@@ -66,7 +66,7 @@ class ModelConfig(Options):
     """
 
     WORDS = OTHER_WORDS
-    kind: Annotated[KindName, OR_OWN] = "llama"
+    kind: Annotated[KindName, f"A model of Hugging Face is model.hf. {OR_OWN}"] = "llama"
     hf: LocalPath | None = None
     layers: Annotated[int, Bound(low=1, high=10_000)] = 4
     embed: Width = 128

@@ -164,6 +164,8 @@ def test_rules_against_the_mesh(write, refused):
             "mesh: {data: 2}\nrules: {signals: {embed: {out: [data, None]}}, default: replicate}",
             ":2: embed: the mesh has no axis 'None'. Write null for a dim that no axis splits",
         ),
+        ("model: {kind: org/name}", "'org/name' is not one of llama, gpt. A model of Hugging Face is model.hf. Code of your own is MODULE:NAME"),
+        ("data: {source: hf}", "preferences, mixture. A dataset of Hugging Face is hf:NAME. Code of your own is MODULE:NAME (docs/own.md)"),
         ("optimizer: {name: lion}", ":1: optimizer.name: 'lion' is not one of adamw, muon. Code of your own is MODULE:NAME (docs/own.md)"),
         (
             "train: {batch: 10, accumulate: 4}",
@@ -184,6 +186,9 @@ def test_rules_against_the_mesh(write, refused):
         ("model: {rope_scaling: {low: 2.0}}", ":1: model.rope_scaling.low: is not a key of linear. Keys of it: kind, factor, magnitude"),
         ("model: {gated: false, experts: {}}", ":1: model.experts: experts are gated MLPs behind the attention"),
         ("model: {hf: /no/such/folder}", ":1: model.hf: /no/such/folder: cannot be read: No such file or directory. Name a folder"),
+        # The loss is there, although its section cannot be read.
+        ("train: {loss: 'a:b', stps: 1}\ndata: {source: 'hf:a/b'}", ":1: train.stps: unknown key. Did you mean 'steps'?"),
+        ("train: {loss: 3}\ndata: {source: 'hf:a/b'}", ":1: train.loss: must be text, not the whole number 3"),
         ("train:\n  steps: 1\n  steps: 2", ":3: train.steps: this key is given twice; the first is at"),
         ("train: &a {}\nmodel: 3", ":1: train: the anchor &a is not allowed"),
         ("train: [1]", ":1: train: must be a mapping of keys to values, not a list"),
