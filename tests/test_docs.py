@@ -54,7 +54,7 @@ SECTIONS = {name: type(value) for name, value in vars(Config()).items() if datac
 SHIPPED = sorted((ROOT / "configs/rules").glob("*.yaml"))
 PIPELINE, PLAN, RELIABILITY = ROOT / "docs/pipeline.md", ROOT / "docs/plan.md", ROOT / "docs/reliability.md"
 NOTEBOOK, OWN, SCALING = ROOT / "docs/notebook.md", ROOT / "docs/own.md", ROOT / "docs/scaling.md"
-HOOKS = ROOT / "docs/hooks.md"
+HOOKS, EXPERTS = ROOT / "docs/hooks.md", ROOT / "docs/experts.md"
 WEIGHTS, PUBLISHED = ROOT / "docs/weights.md", ROOT / "docs/published.md"
 needs_plan_gpu = pytest.mark.skipif(
     jax.__version__ != "0.10.2" or not find_spec("jax_cuda13_plugin"), reason="shown for this version, with the extra plan-gpu"
@@ -142,7 +142,7 @@ def test_the_python_page_has_every_public_name():
 
 def test_no_python_stands_elsewhere():
     """Each page with Python has a test that runs it."""
-    assert {page for page in PAGES if blocks(page, "python")} == {README, PYTHON, NOTEBOOK, OWN, HOOKS, WEIGHTS, PUBLISHED}
+    assert {page for page in PAGES if blocks(page, "python")} == {README, PYTHON, NOTEBOOK, OWN, HOOKS, EXPERTS, WEIGHTS, PUBLISHED}
 
 
 def test_the_model_that_names_its_tensors():
@@ -211,6 +211,11 @@ def test_the_code_of_the_page_on_own_code_trains(tmp_path, monkeypatch):
     sgd = "optimizer={name: 'mine:frozen_up', lr: 0.05, warmup: 0}"
     one, three = (jgt.run("waves.yaml", [f"run.name=frozen{n}", sgd, f"train.steps={n}"], code="mine.py").state.params for n in (1, 3))
     assert (one["up"]["kernel"] == three["up"]["kernel"]).all() and (one["down"]["kernel"] != three["down"]["kernel"]).any()
+    decoder = {"model": {"layers": 3, "embed": 32, "heads": 2, "ffn": 64, "seq": 16}, "data": {"source": "stdlib", "eval_tokens": 0}}
+    last = "optimizer={name: 'mine:last_layers', lr: 0.01, train: [layers/**]}"
+    one, three = (jgt.run(decoder, [f"run.name=last{n}", last, f"train.steps={n}"], code="mine.py").state.params for n in (1, 3))
+    moved = jax.tree.map(lambda a, b: [bool((a != b).any()) for a, b in zip(a, b, strict=True)], one["layers"], three["layers"])
+    assert {tuple(which) for which in jax.tree.leaves(moved, is_leaf=lambda x: isinstance(x, list))} == {(False, True, True)}
     schedule = ["run.name=schedule", "optimizer={name: 'mine:inverse_sqrt', peak: 0.1}", "train.steps=2"]
     assert jgt.run("waves.yaml", schedule, code="mine.py").is_done
     mine = {}
@@ -227,6 +232,33 @@ def test_the_code_of_the_page_on_own_code_trains(tmp_path, monkeypatch):
     (model,) = re.findall(r"`(model: \{.*?\})`", OWN.read_text())
     config = document.parse(model, "own.md").plain() | {"run": {"name": "text"}, "train": {"steps": 2, "batch": 8}}
     assert jgt.run(config | {"data": {"source": "stdlib", "eval_tokens": 0}}, ["model.seq=16"], code="mine.py").is_done
+
+
+@pytest.mark.slow
+def test_the_stream_of_web_text_of_the_page_trains_a_decoder(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    tokenizers, models = pytest.importorskip("tokenizers"), pytest.importorskip("tokenizers.models")
+    monkeypatch.chdir(tmp_path)
+    words = models.WordLevel({"a": 1, "[UNK]": 2}, unk_token="[UNK]")
+    tokenizers.Tokenizer(words).save("tokenizer.json")
+    Path("mine.py").write_text("\n".join(blocks(OWN, "python")))
+    Path("web").mkdir()
+    Path("web/a.jsonl").write_text("".join(json.dumps({"text": "a"}) + "\n" for _ in range(200)))
+    (data,) = re.findall(r"^    (data: .*web_text.*)", OWN.read_text(), re.MULTILINE)
+    run = document.parse(data, "own.md").plain()
+    run["data"] |= {"dataset": "web", "end": 3, "shuffle_buffer": 4}
+    run |= {"model": {"layers": 1, "embed": 32, "heads": 2, "ffn": 64, "seq": 16}, "train": {"loss": "mine:next_token", "steps": 2, "batch": 8}}
+    first, second = jgt.run(run, code="mine.py").metrics
+    assert second["loss"] < first["loss"]
+
+
+@pytest.mark.slow
+def test_the_experts_of_the_page_train(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mixture.py").write_text(*blocks(EXPERTS, "python"))
+    run = document.parse(blocks(EXPERTS, "yaml")[2], "experts.md").plain()
+    result = jgt.run(run, ["model.seq=16", "data.eval_tokens=0", "train.steps=2", "train.batch=8"], code="mixture.py")
+    assert str(result.state.params["mixture"]["up"].sharding.spec[0]) == "expert"
 
 
 # -- words of other trainers ------------------------------------------------------------------------------------
