@@ -164,7 +164,7 @@ def test_rules_against_the_mesh(write, refused):
             "mesh: {data: 2}\nrules: {signals: {embed: {out: [data, None]}}, default: replicate}",
             ":2: embed: the mesh has no axis 'None'. Write null for a dim that no axis splits",
         ),
-        ("model: {kind: org/name}", "'org/name' is not one of llama, gpt. A model of Hugging Face is model.hf. Code of your own is MODULE:NAME"),
+        ("model: {kind: a/b}", "'a/b' is not one of llama, gpt. A model of Hugging Face is model.hf. Code of your own is MODULE:NAME"),
         ("data: {source: hf}", "preferences, mixture. A dataset of Hugging Face is hf:NAME. Code of your own is MODULE:NAME (docs/own.md)"),
         ("optimizer: {name: lion}", ":1: optimizer.name: 'lion' is not one of adamw, muon. Code of your own is MODULE:NAME (docs/own.md)"),
         (
