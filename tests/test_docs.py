@@ -247,7 +247,8 @@ def test_the_stream_of_web_text_of_the_page_trains_a_decoder(tmp_path, monkeypat
     (data,) = re.findall(r"^    (data: .*web_text.*)", OWN.read_text(), re.MULTILINE)
     run = document.parse(data, "own.md").plain()
     run["data"] |= {"dataset": "web", "end": 3, "shuffle_buffer": 4}
-    run |= {"model": {"layers": 1, "embed": 32, "heads": 2, "ffn": 64, "seq": 16}, "train": {"loss": "mine:next_token", "steps": 2, "batch": 8}}
+    run["model"] = {"layers": 1, "embed": 32, "heads": 2, "ffn": 64, "seq": 16}
+    run["train"] = {"loss": "mine:next_token", "steps": 2, "batch": 8}
     first, second = jgt.run(run, code="mine.py").metrics
     assert second["loss"] < first["loss"]
 

@@ -37,7 +37,7 @@ EXPLAINED = {"model": "training.md## model", "pipeline": "pipeline.md## Keys"}
 UNSEARCHED = "---\nsearch: {exclude: true}\n---\n"
 """Source code in the results of a search would be in front of the pages that explain it."""
 
-BOOSTS = {"glossary": 4, "troubleshooting": 3, "newcomers": 2, "reference/": 0.3, "changelog": 0.2, "contributing": 0.3, "files/": 0.3}
+BOOSTS = {"glossary": 4, "troubleshooting": 3, "newcomers": 2, "reference/": 0.3, "changelog": 0.1, "contributing": 0.1, "files/": 0.3}
 """Places of pages in the results of a search: pages that explain a word are in front of those that only contain it."""
 
 
