@@ -208,9 +208,7 @@ def test_the_code_of_the_page_on_own_code_trains(tmp_path, monkeypatch):
     first, *_, last, evaluation = waves.metrics
     assert last["loss"] < first["loss"] and {"absolute"} < last.keys() and {"eval_loss", "eval_absolute"} < evaluation.keys()
     assert jgt.run("waves.yaml", ["run.name=spline", "model.kind=mine:Spline", "train.loss=mine:spline_loss"], code="mine.py").is_done
-    sgd = "optimizer={name: 'mine:frozen_up', lr: 0.05, warmup: 0}"
-    one, three = (jgt.run("waves.yaml", [f"run.name=frozen{n}", sgd, f"train.steps={n}"], code="mine.py").state.params for n in (1, 3))
-    assert (one["up"]["kernel"] == three["up"]["kernel"]).all() and (one["down"]["kernel"] != three["down"]["kernel"]).any()
+    assert jgt.run("waves.yaml", ["run.name=groups", "optimizer={name: 'mine:groups', lr: 0.05}", "train.steps=1"], code="mine.py").is_done
     decoder = {"model": {"layers": 3, "embed": 32, "heads": 2, "ffn": 64, "seq": 16}, "data": {"source": "stdlib", "eval_tokens": 0}}
     last = "optimizer={name: 'mine:last_layers', lr: 0.01, train: [layers/**]}"
     one, three = (jgt.run(decoder, [f"run.name=last{n}", last, f"train.steps={n}"], code="mine.py").state.params for n in (1, 3))
@@ -259,7 +257,7 @@ def test_the_experts_of_the_page_train(tmp_path, monkeypatch):
     Path("mixture.py").write_text(*blocks(EXPERTS, "python"))
     run = document.parse(blocks(EXPERTS, "yaml")[2], "experts.md").plain()
     result = jgt.run(run, ["model.seq=16", "data.eval_tokens=0", "train.steps=2", "train.batch=8"], code="mixture.py")
-    assert str(result.state.params["mixture"]["up"].sharding.spec[0]) == "expert"
+    assert str(result.state.params["up"].sharding.spec[0]) == "expert"
 
 
 # -- words of other trainers ------------------------------------------------------------------------------------
