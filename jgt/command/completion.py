@@ -17,7 +17,6 @@ import shtab
 
 from jgt.command.commands import find_commands
 from jgt.command.parser import CommandParser
-from jgt.command.trainer import trainer
 
 _OVERRIDES = "overrides"
 """The name of the argument that takes keys of a run's file."""
@@ -41,7 +40,7 @@ complete -o bashdefault -F _jgt jgt"""
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the script."""
     arguments = parser().parse_args(argv)
-    keys, takers = " ".join(f"{key}=" for key in dict.fromkeys(_keys(trainer("config.schema").schemas()["run"]))), list[str]()
+    keys, takers = " ".join(f"{key}=" for key in dict.fromkeys(_keys(find_commands()["schema"].load().schemas()["run"]))), list[str]()
     # In zsh, shtab completes only the first of several arguments.
     print(shtab.complete(_all_commands(takers, keys), arguments.shell).replace('"(*)::', '"*:'))
     if arguments.shell == "bash":

@@ -19,7 +19,7 @@ from ...code.files import Code
 from ...code.names import FAILURES, described, load_object
 from ..config import OwnData
 
-Place = Callable[[str], str]
+_Place = Callable[[str], str]
 """The file, line and full name of a key of the section, for messages."""
 _SLICE = re.compile(r"([^\[\]]+)(?:\[(\d*):(\d*)\])?")
 
@@ -33,7 +33,7 @@ def function_of(config: OwnData, code: Code, where: Callable[[str], str]) -> Cal
     return make(name, lambda key: f"{where(f'data.{key}')}: data.{key}")
 
 
-def _hugging_face(path: str, place: Place) -> Callable[..., Any]:
+def _hugging_face(path: str, place: _Place) -> Callable[..., Any]:
     """The rows of a dataset of the Hub, or of a folder with files, as arrays by column."""
 
     @functools.cache
