@@ -1,12 +1,10 @@
 """The documentation is true: examples run, messages match the code, and keys, defaults and files exist."""
 
 import dataclasses
-import io
 import itertools
 import json
 import re
 import shlex
-import tarfile
 import typing
 from importlib.util import find_spec
 from pathlib import Path
@@ -183,19 +181,12 @@ def test_the_run_files_of_the_page_on_own_code_are_the_examples():
 
 
 def write_lines(folder):
-    """The same ten points as JSON lines, Parquet and tar files."""
+    """The same ten points as JSON lines and Parquet."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     folder.mkdir()
     points = [{"x": n / 10, "y": np.sin(n / 10)} for n in range(10)]
     (folder / "a.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
     parquet.write_table(pyarrow.Table.from_pylist(points), folder / "a.parquet")
-    with tarfile.open(folder / "a.tar", "w") as tar:
-        for number, point in enumerate(points):
-            for name, x in (("x", np.float32([point["x"]])), ("y", np.float32(point["y"]))):
-                np.save(buffer := io.BytesIO(), x)
-                info = tarfile.TarInfo(f"{number}.{name}.npy")
-                info.size = len(buffer.getvalue())
-                tar.addfile(info, io.BytesIO(buffer.getvalue()))
 
 
 @pytest.mark.slow
@@ -224,7 +215,7 @@ def test_the_code_of_the_page_on_own_code_trains(tmp_path, monkeypatch):
         result = jgt.run(towers, ["run.name=towers", "data.source=x:y"], data=lambda: mine["stored"](pairs, 16, "pairs"), code="mine.py")
     assert "accuracy" in result.metrics[0] and next(pairs)["text"][0] == 1
     write_lines(Path("points"))
-    for source, keys in (("simulated", []), *((name, ["data.folder=points"]) for name in ("lines", "parquet", "tars"))):
+    for source, keys in (("simulated", []), *((name, ["data.folder=points"]) for name in ("lines", "parquet"))):
         streamed = ["run.name=" + source, f"data={{source: 'mine:{source}'}}", *keys, "data.shuffle_buffer=5", "train.steps=2"]
         assert jgt.run("waves.yaml", streamed, code="mine.py").is_done
     (model,) = re.findall(r"`(model: \{.*?\})`", OWN.read_text())

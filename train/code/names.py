@@ -37,7 +37,7 @@ OR_OWN = "Code of your own is MODULE:NAME (docs/own.md)"
 """For the messages of keys that may name an object."""
 PYTHON = "python"
 """The module of names that were given as objects: `python:Mamba`."""
-SHIPPED_DATA = ("hf",)
+SHIPPED_DATA = ("hf", "tar")
 """The words before the colon in names of `data.source` that are no code of the user's, as in `hf:NAME`."""
 _MOST_SHOWN = 12
 FAILURES = (Exception, SystemExit)

@@ -41,6 +41,7 @@ SUFFIXES: Mapping[str, tuple[str, ...]] = {
     "tokens": (".bin", ".npy", ".idx"),
     "parquet": (".parquet", ".pq"),
     "arrow": (".arrow", ".feather", ".ipc"),
+    "tar": (".tar",),
 }
 """How the names of a source's files end. An .idx file belongs to the .bin file beside it."""
 
@@ -214,10 +215,10 @@ class DataConfig(_SourceKeys):
 class OwnData:
     """A function of the user that returns samples, which are dicts of arrays. See `train.data.own`.
 
-    source: MODULE:NAME of the function, or hf:NAME for a dataset of Hugging Face or a folder with its files. shuffle: whether training
-    reads the samples in a random order, another one in each epoch. shuffle_buffer: how many samples of a stream are shuffled together.
-    resume: exact refuses a stream that cannot say where it is, which a
-    resumed run would read again. arguments: all further keys, which are passed to it.
+    source: MODULE:NAME of the function, hf:NAME for a dataset of Hugging Face or a folder with its files, or tar:PATH for files of
+    WebDataset. shuffle: whether training reads the samples in a random order, another one in each epoch. shuffle_buffer: how many samples
+    of a stream are shuffled together. resume: exact refuses a stream that cannot say where it is, which a resumed run would read again.
+    arguments: all further keys, which are passed to it.
     """
 
     REST: ClassVar[str] = "arguments"
@@ -245,6 +246,11 @@ def path_problems(config: DataConfig | OwnData) -> Iterator[Problem]:
     if isinstance(config, OwnData):
         if config.source.startswith("hf:") and not is_installed("datasets"):
             yield "source", "hf needs the package datasets. Install it: pip install 'jgt[hf]'"
+        kind, _, path = config.source.partition(":")
+        if kind == "tar" and path:
+            eval_path = config.arguments.get("eval_path")
+            part = MixturePart(weight=1, source=cast("Any", kind), path=path, eval_path=eval_path and str(eval_path))
+            yield from (("source" if key == "path" else key, message) for key, message in _part_path_problems(part, Finder()))
         return
     # One finder for all paths: its budget of names is for the whole config.
     finder = Finder()

@@ -1,18 +1,22 @@
 """Streams that need no code: their samples, the same ones after a resume and on any number of processes, and what is refused."""
 
+import io
 import itertools
 import json
+import sys
+import tarfile
 from collections import Counter
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from jgt.document import InputError
 from train.code.files import Code
 from train.config.load import load
 from train.data.config import OwnData, path_problems
 from train.data.opening import open_own_data
-from train.data.own import open_own
+from train.data.own import SampleError, open_own
 
 BATCH, FILES, ROWS = 6, 4, 12
 COUNT = FILES * ROWS
@@ -132,3 +136,108 @@ def test_the_package_and_a_name_are_needed_before_jax_starts(monkeypatch):
         load({"data": {"source": "hf:"}})
     with pytest.raises(InputError, match=r"data\.source: data of your own needs a loss of your own"):
         load({"data": {"source": "hf:a/b"}})
+
+
+# -- tar files -----------------------------------------------------------------------------------------------------
+
+
+def add(tar, name, content):
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    tar.addfile(info, io.BytesIO(content))
+
+
+def npy(x):
+    np.save(buffer := io.BytesIO(), x)
+    return buffer.getvalue()
+
+
+def picture(number):
+    Image.fromarray(np.full((4, 5, 3), number, np.uint8)).save(buffer := io.BytesIO(), "png")
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tars")
+    for split, number in (*(("train", n) for n in range(FILES)), ("test", FILES)):
+        with tarfile.open(folder / f"{split}-{number}.tar", "w", format=tarfile.PAX_FORMAT if number % 2 else tarfile.GNU_FORMAT) as tar:
+            (folder_entry := tarfile.TarInfo("folder")).type = tarfile.DIRTYPE
+            tar.addfile(folder_entry)
+            for i in range(number * ROWS, (number + 1) * ROWS):
+                # A long name has a header of its own.
+                name = f"{'long' * (30 * (i % 3))}/{i:04}"
+                add(tar, f"{name}.cls", str(i).encode())
+                add(tar, f"{name}.x.npy", npy(np.float32([i, 1])))
+                add(tar, f"{name}.png", picture(i))
+                add(tar, f"{name}.json", json.dumps({"id": i, "caption": "one"}).encode())
+                add(tar, f"{name}.wav", b"??")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tar_source(tars):
+    return f"tar:{tars}/train-*.tar"
+
+
+def test_members_are_decoded_by_their_endings(tar_source, tars):
+    data = opened(tar_source, columns=["cls", "x.npy", "png", "id"], eval_path=f"{tars}/test-4.tar")
+    batch = next(data.train_batches(0, 14, range(14)))
+    assert batch["cls"].tolist() == batch["id"].tolist() == [*range(14)]
+    np.testing.assert_array_equal(batch["x.npy"][:, 0], range(14))
+    assert batch["png"].dtype == np.uint8 and batch["png"].shape == (14, 4, 5, 3)
+    np.testing.assert_array_equal(batch["png"][13], 13)
+    assert [x["id"] for x in taken(data.eval_batches(ROWS, range(ROWS)), 2)] == [[*range(48, 60)]]
+
+
+@pytest.mark.parametrize(("shards", "buffer"), [(1, 0), (1, 7), (3, 0), (6, 0)])
+def test_tars_continue_bit_for_bit_and_each_sample_is_read_once_an_epoch(tar_source, shards, buffer):
+    keys = {"columns": ["id"], "shuffle_buffer": buffer, "resume": "exact"}
+    seen = []
+    for process in range(shards):
+        rows = rows_of(process, shards)
+        straight = taken(opened(tar_source, shards, **keys).train_batches(0, BATCH, rows), 16)
+        last, at = opened(tar_source, shards, **keys), 0
+        for steps in (3, 1, 7, 5):
+            assert taken(last.train_batches(at * BATCH, BATCH, rows), steps) == straight[at : at + steps]
+            at += steps
+            places = json.loads(last.stored(at * BATCH))
+            last = opened(tar_source, shards, **keys)
+            # The other processes know the places of their shards.
+            others = {str(shard): {} for shard in range(shards)}
+            last.restore(at * BATCH, [json.dumps({"shards": shards, "positions": others | places["positions"]})])
+        seen += straight
+    ids = Counter(number for batch in seen for number in batch["id"])
+    # With 3 shards, one of them has two of the four files, and is in its first epoch still.
+    assert set(ids) == set(range(COUNT)) and (shards == 3 or set(ids.values()) == {2})
+
+
+def test_what_is_wrong_with_a_tar_is_said(tar_source, tars, tmp_path, monkeypatch):
+    assert "train-0.tar: /0000.wav: is none of json, npy, cls, txt, jpg, jpeg, png, webp. Leave it out: data.columns" in refused(tar_source)
+    assert "0000.cls: the sample has no 'clas'. Did you mean 'cls'?" in refused(tar_source, columns=["clas"])
+    assert "data.colums: tar has no argument 'colums'. Did you mean 'columns'?" in refused(tar_source, colums=["cls"])
+    whole = (tars / "train-0.tar").read_bytes()
+    for name, content, why in (
+        ("cut", whole[: len(whole) // 2 + 100], "unexpected end of data"),
+        ("mixed", whole[:2560] + b"?" * 512 + whole[3072:], "damaged at byte 2,560"),
+        ("empty", b"", "empty file"),
+    ):
+        (tmp_path / f"{name}.tar").write_bytes(content)
+        with pytest.raises((InputError, SampleError), match=rf"{name}\.tar: {why}"):
+            taken(opened(f"tar:{tmp_path}/{name}.tar", columns=["cls"]).train_batches(0, 1, [0]), 20)
+    with tarfile.open(tmp_path / "pickle.tar", "w") as tar:
+        add(tar, "a.npy", npy(np.array([{}], object)))
+    assert r"pickle.tar: a.npy: Object arrays cannot be loaded" in refused(f"tar:{tmp_path}/pickle.tar")
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    assert "0000.png: needs the package pillow" in refused(tar_source, columns=["png"])
+
+
+def test_the_files_are_looked_for_before_jax_starts(tars):
+    def problems(source, **arguments):
+        return [f"{key}: {message}" for key, message in path_problems(OwnData(source=source, arguments=arguments))]
+
+    assert not problems(f"tar:{tars}/train-*.tar", eval_path=f"{tars}/test-4.tar")
+    assert problems(f"tar:{tars}/*.tra")[0].startswith(f"source: no file matches {tars}/*.tra")
+    assert problems(f"tar:{tars}/*.tar", eval_path=3)[0].startswith("eval_path: no such file or folder: 3")
+    assert "is training data too" in problems(f"tar:{tars}/*.tar", eval_path=f"{tars}/test-4.tar")[0]
+    assert "its name must end in .tar" in problems(f"tar:{__file__}")[0]
