@@ -253,6 +253,7 @@ class CheckpointConfig:
     minutes: the most minutes from one checkpoint to the next. null: none by time. There is always one at the end.
     keep: the number of newest checkpoints that are not deleted. null: 3, or fewer if the disk has no room for another one.
     keep_every: checkpoints of steps that this number divides are not deleted either. null: none.
+    keep_hours: one checkpoint of so many hours is not deleted either. null: none.
     best: a metric of evaluations, the lower the better; with a minus in front of its name, the higher. The best step so far is saved, and
     not deleted. null: none.
     sha256: adds a SHA-256 to the CRC-32 of every file. It takes ten times as long to compute.
@@ -267,6 +268,7 @@ class CheckpointConfig:
     minutes: Annotated[float, Bound(above=0, high=1_000_000)] | None = 10.0
     keep: Count | None = None
     keep_every: Count | None = None
+    keep_hours: Annotated[float, Bound(above=0, high=1_000_000)] | None = None
     best: str | None = None
     sha256: bool = False
     key: LocalPath | None = None

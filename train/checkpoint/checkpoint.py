@@ -75,7 +75,8 @@ class Checkpoints:
         self._steps = Steps(folder, key)
         # A signature covers a file only by its SHA-256.
         self._sha256 = config.sha256 or key is not None
-        self._keep, self._may_keep_fewer, self._keep_every = config.keep or _KEPT, config.keep is None, config.keep_every
+        self._keep, self._may_keep_fewer = config.keep or _KEPT, config.keep is None
+        self._keep_every, self._keep_hours = config.keep_every, config.keep_hours
         self._mesh, self._fingerprints = dict(mesh or {}), dict(fingerprints or {})
         self._free, self._is_ours, self._saved, self._held = free, is_ours, saved, held
         self._is_first = jax.process_index() == 0
@@ -190,8 +191,16 @@ class Checkpoints:
 
     def _kept(self) -> set[int]:
         """The steps that stay, however old they are."""
-        every = self._keep_every
-        return {*self._held(), *(step for step in self._steps.listed() if every is not None and step % every == 0)}
+        every, hours, last = self._keep_every, self._keep_hours, float("-inf")
+        kept = {*self._held()}
+        for step in self._steps.listed():
+            # From the oldest one on, which stays, so that the next removal finds the same.
+            if hours is not None and (saved := self._steps.saved_at(step)) >= last + 3600 * hours:
+                last = saved
+                kept.add(step)
+            if every is not None and step % every == 0:
+                kept.add(step)
+        return kept
 
     def _abandon(self) -> None:
         """After a failed save: starts with a new writer, and removes the leftovers, which would keep the disk full."""

@@ -64,6 +64,13 @@ class Steps:
         """The folder in which a step is written."""
         return self.folder / f"{step}{_SAVING}"
 
+    def saved_at(self, step: int) -> float:
+        """The time at which a step was finished, in seconds since 1970; NaN if it has no manifest. Raises OSError."""
+        try:
+            return (self.path(step) / manifest.NAME).stat().st_mtime
+        except FileNotFoundError:
+            return float("nan")
+
     def read(self, step: int, part: tuple[int, int] = (0, 1)) -> Manifest:
         """The manifest of a step, after comparing its files with it. part: as in `manifest.file_problems`.
 

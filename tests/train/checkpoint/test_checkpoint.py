@@ -1,6 +1,7 @@
 """Checkpoints of a small state are restored bit for bit on any layout, and the newest ones are kept."""
 
 import contextlib
+import os
 import shutil
 import threading
 from dataclasses import replace
@@ -219,6 +220,18 @@ def test_a_foreign_checkpoint_is_read_and_not_touched(checkpoints, tmp_path):
     assert find_checkpoint(run / "checkpoints" / "1")[0].folder == run / "checkpoints" / "1"
     assert find_checkpoint(tmp_path / "nowhere") == (None, [])
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["1", "2"]
+
+
+def test_one_checkpoint_of_an_hour_remains(tmp_path):
+    with contextlib.closing(Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_hours=1, keep_every=7))) as opened:
+        for step, minutes in enumerate((0, 30, 59, 70, 100, 129, 130, 140, 300), 1):
+            opened.save(state_on(PartitionSpec()), step, samples=step)
+            opened.wait()
+            os.utime(tmp_path / str(step) / "manifest.json", (1e9 + 60 * minutes,) * 2)
+        (tmp_path / "2").mkdir()
+        opened.save(state_on(PartitionSpec()), 10, samples=10)
+        opened.wait()
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [1, 4, 7, 9, 10]
 
 
 @pytest.mark.parametrize(("keep", "left"), [(None, [2, 3]), (3, [1, 2])])
