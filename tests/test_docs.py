@@ -228,18 +228,16 @@ def test_the_stream_of_web_text_of_the_page_trains_a_decoder(tmp_path, monkeypat
     pytest.importorskip("datasets")
     tokenizers, models = pytest.importorskip("tokenizers"), pytest.importorskip("tokenizers.models")
     monkeypatch.chdir(tmp_path)
-    words = models.WordLevel({"a": 1, "[UNK]": 2}, unk_token="[UNK]")
+    words = models.WordLevel({"a": 1, "[UNK]": 2, "</s>": 3}, unk_token="[UNK]")
     tokenizers.Tokenizer(words).save("tokenizer.json")
-    Path("mine.py").write_text("\n".join(blocks(OWN, "python")))
     Path("web").mkdir()
-    Path("web/a.jsonl").write_text("".join(json.dumps({"text": "a"}) + "\n" for _ in range(200)))
-    (data,) = re.findall(r"^    (data: .*web_text.*)", OWN.read_text(), re.MULTILINE)
+    Path("web/a.jsonl").write_text("".join(json.dumps({"text": "a a a"}) + "\n" for _ in range(2000)))
+    (data,) = re.findall(r"^    (data: .*fineweb.*)", OWN.read_text(), re.MULTILINE)
     run = document.parse(data, "own.md").plain()
-    run["data"] |= {"dataset": "web", "end": 3, "shuffle_buffer": 4}
+    run["data"] |= {"source": "hf:web", "shuffle_buffer": 4}
     run["model"] = {"layers": 1, "embed": 32, "heads": 2, "ffn": 64, "seq": 16}
-    run["train"] = {"loss": "mine:next_token", "steps": 2, "batch": 8}
-    first, second = jgt.run(run, code="mine.py").metrics
-    assert second["loss"] < first["loss"]
+    first, second, evaluation = jgt.run(run, ["train.steps=2", "train.batch=8"]).metrics
+    assert second["loss"] < first["loss"] and evaluation["eval_loss"] > 0
 
 
 @pytest.mark.slow

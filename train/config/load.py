@@ -23,7 +23,7 @@ from jgt.planner import Budget
 from ..adapt.config import LoraConfig
 from ..code.files import Code, read_code
 from ..code.names import is_name, name_problem, object_name
-from ..data.config import path_problems
+from ..data.config import OwnData, path_problems
 from ..models.config import ModelConfig
 from ..sections import DPO, HookConfig, TrainConfig, logger_problem, missing_loggers
 from ..sync.config import SyncConfig
@@ -212,7 +212,7 @@ def _loss_problems(run: Run) -> Iterator[str]:
     loss = None if node is None else node.plain()
     if isinstance(loss, str) and loss != DPO and not is_name(loss):
         yield run.root.find("train.loss").problem(f"{document.shown(loss)} is neither {DPO} nor MODULE:NAME, such as my_models:loss")
-    if run.own("data.source") and loss is None:
+    if isinstance(config.data, OwnData) and loss is None and not config.data.has_texts:
         yield run.root.find("data.source").problem("data of your own needs a loss of your own. Add train.loss: MODULE:NAME")
     if run.own("data.source") is None and config.data.source == "preferences" and loss is None:
         yield run.root.find("data.source").problem(f"preferences needs a loss of pairs of answers. Add train.loss: {DPO}")

@@ -233,6 +233,16 @@ class OwnData:
         """Whether the source is no code of the user's."""
         return self.source.partition(":")[0] in SHIPPED_DATA
 
+    @property
+    def has_texts(self) -> bool:
+        """Whether samples are rows of tokens, which need no loss of the user's own."""
+        return self.is_shipped and "text" in self.arguments
+
+    @property
+    def tokenizer_name(self) -> str | None:
+        """The tokenizer of the texts; None without texts."""
+        return str(self.arguments.get("tokenizer", BYTES)) if self.has_texts else None
+
     def problems(self) -> Iterator[Problem]:
         """A buffer to shuffle in, without shuffling; a name that is empty."""
         if self.source in (f"{kind}:" for kind in SHIPPED_DATA):

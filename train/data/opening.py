@@ -92,6 +92,7 @@ def open_own_data(source: OwnSource, config: OwnData, *, seed: int, processes: i
         train, count, notes = _endless(grain.MapDataset.source(source.train), seed, 0, shuffles=config.shuffle), len(source.train), ()
     return Data(
         fingerprint=source.fingerprint,
+        tokenizer=None if config.tokenizer_name is None else open_tokenizer(config.tokenizer_name),
         train_sequences=count,
         element=source.element,
         notes=notes,

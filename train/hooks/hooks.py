@@ -21,7 +21,6 @@ from ..code.files import Code
 from ..code.names import FAILURES, call_problem, call_with, checked_arguments, described, load_object
 from ..command_line import EndError, say
 from ..config import Run
-from ..data.config import OwnData
 from ..loaded import Loaded
 from ..processes.processes import true_on_all_processes
 from ..processes.watch import Watch
@@ -58,7 +57,7 @@ class Hooks:
     def __init__(self, hooks: Sequence[Hook], setup: Setup, watch: Watch, records: Records):
         self._hooks, self._setup, self._watch, self._records = hooks, setup, watch, records
         data = setup.run.config.data
-        name = None if isinstance(data, OwnData) else data.tokenizer_name
+        name = data.tokenizer_name
         self._programs = Loaded(setup=setup, params=None, variables=None, step=0, tokenizer_name=name)
 
     def are_due(self, event: str, step: int) -> bool:

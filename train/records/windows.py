@@ -11,7 +11,6 @@ from jgt.document import InputError, nearest, shown
 
 from ..config import Run
 from ..data.batches import Data
-from ..data.config import OwnData
 from ..data.tokenizer import Tokenizer
 from .console import Screen
 
@@ -29,7 +28,7 @@ def data_windows(run: Run, data: Data, count: int, part: str | None) -> Iterator
     if part and part not in data.eval_parts:
         raise InputError([f"command line: --eval {shown(part)}: no data of this name is held out. {nearest(part, data.eval_parts)}"])
     batches = data.train_batches(0, 1, [0], count) if part is None else data.eval_batches(1, [0], count, part=part or None)
-    tokenizer = None if isinstance(config, OwnData) or config.tokenizer_name is None else data.tokenizer
+    tokenizer = None if config.tokenizer_name is None else data.tokenizer
     for batch in batches:
         row = {name: values[0] for name, values in batch.items()}
         if not row.keys() >= {"inputs", "targets", "weights"}:

@@ -27,7 +27,7 @@ from ..code.files import COPY, Code
 from ..code.names import is_name
 from ..compiled import finish_trial
 from ..config import Run
-from ..data.config import BYTES, DataConfig, OwnData
+from ..data.config import BYTES, DataConfig
 from ..generate.rules import rules_of
 from ..loaded import Loaded
 from ..setup import Setup, prepare
@@ -174,5 +174,5 @@ def _trained(setup: Setup, path: Path) -> Loaded:
         params=setup.model_params(params),
         variables=variables,
         step=saved.manifest.step,
-        tokenizer_name=None if isinstance(data, OwnData) else data.tokenizer_name,
+        tokenizer_name=data.tokenizer_name,
     )

@@ -134,7 +134,7 @@ def _tasks(setup: Setup) -> TaskMetrics | None:
     # The harness takes seconds to import, and is optional.
     harness = importlib.import_module("..evaluate.harness", __package__)
     with InputError.collect(problems):
-        tasks = harness.TasksOfRun(setup, None if isinstance(run.config.data, OwnData) else run.config.data.tokenizer_name).metrics
+        tasks = harness.TasksOfRun(setup, run.config.data.tokenizer_name).metrics
     agree_on_input(problems, None)
     return tasks
 

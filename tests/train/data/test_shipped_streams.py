@@ -22,10 +22,10 @@ BATCH, FILES, ROWS = 6, 4, 12
 COUNT = FILES * ROWS
 
 
-def opened(source, processes=1, **keys):
+def opened(source, processes=1, *, seq=1, vocab=1, **keys):
     arguments = {key: keys.pop(key) for key in [*keys] if key not in ("shuffle_buffer", "resume")}
     config = OwnData(source=source, arguments=arguments, **keys)
-    own = open_own(config, Code(), lambda key: "run.yaml:2", seq=1, vocab=1)
+    own = open_own(config, Code(), lambda key: "run.yaml:2", seq=seq, vocab=vocab)
     return open_own_data(own, config, seed=0, processes=processes)
 
 
@@ -136,6 +136,70 @@ def test_the_package_and_a_name_are_needed_before_jax_starts(monkeypatch):
         load({"data": {"source": "hf:"}})
     with pytest.raises(InputError, match=r"data\.source: data of your own needs a loss of your own"):
         load({"data": {"source": "hf:a/b"}})
+
+
+# -- texts -------------------------------------------------------------------------------------------------------
+
+
+SEQ = 7
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    random = np.random.default_rng(0)
+    written = []
+    for number in range(4):
+        # Shorter than a row, and longer than several.
+        lines = ["".join(map(chr, random.integers(97, 122, n))) for n in random.integers(0, 40, 9)]
+        (folder / f"train-{number}.jsonl").write_text("".join(json.dumps({"content": line, "id": 0}) + "\n" for line in lines))
+        written += lines
+    return f"hf:{folder}", written
+
+
+def test_texts_are_rows_of_tokens(texts):
+    source, written = texts
+    tokens = [*b"".join(text.encode() + b"\0" for text in written)]
+    rows = (len(tokens) - 1) // SEQ
+    data = opened(source, text="content", seq=SEQ, vocab=256)
+    (batch,) = taken(data.train_batches(0, rows, range(rows)), 1)
+    assert batch["inputs"] == [tokens[n * SEQ : n * SEQ + SEQ] for n in range(rows)]
+    assert batch["targets"] == [tokens[n * SEQ + 1 : n * SEQ + SEQ + 1] for n in range(rows)]
+    assert {*itertools.chain(*batch["weights"])} == {1.0} and data.tokenizer.decode([97]) == "a"
+    assert {name: x.dtype for name, x in data.element.items()} == {"inputs": np.int32, "targets": np.int32, "weights": np.float32}
+
+
+@pytest.mark.parametrize(("processes", "buffer"), [(1, 0), (1, 5), (2, 0), (3, 0)])
+def test_rows_of_texts_continue_bit_for_bit_wherever_they_were_stopped(texts, processes, buffer):
+    keys = {"text": "content", "seq": SEQ, "vocab": 256, "shuffle_buffer": buffer, "resume": "exact"}
+    straight = [opened(texts[0], processes, **keys).train_batches(0, BATCH, rows_of(p, processes)) for p in range(processes)]
+    expected = [taken(batches, 40) for batches in straight]
+    last, at = [opened(texts[0], processes, **keys) for _ in range(processes)], 0
+    for steps in (1, 1, 3, 13, 22):
+        for p, data in enumerate(last):
+            assert taken(data.train_batches(at * BATCH, BATCH, rows_of(p, processes)), steps) == expected[p][at : at + steps]
+        at += steps
+        stored = [data.stored(at * BATCH) for data in last]
+        last = [opened(texts[0], processes, **keys) for _ in range(processes)]
+        for data in last:
+            data.restore(at * BATCH, stored)
+
+
+def test_what_is_wrong_with_texts_is_said(texts, tmp_path):
+    keys = {"seq": SEQ, "vocab": 256}
+    assert "data.text: there is no column 'contnt'. Did you mean 'content'?" in refused(texts[0], text="contnt", **keys)
+    assert "data.columns: text names the only column that is read" in refused(texts[0], text="content", columns=["id"], **keys)
+    assert "ValueError: the column id is int64, not text" in refused(texts[0], text="id", **keys)
+    assert "data.tokenizer: bytes has 256 ids, and model.vocab is 9. Set model.vocab=256" in refused(texts[0], text="content", vocab=9)
+    assert "data.tokenizer: " in refused(texts[0], text="content", tokenizer=str(tmp_path / "none.json"), **keys)
+
+
+def test_texts_need_no_loss_of_the_users_own(texts):
+    config = load({"data": {"source": texts[0], "text": "content"}}).config
+    assert config.data.tokenizer_name == "bytes" and config.train.loss is None
+    for keys in ({"source": "mine:data", "text": "content"}, {"source": texts[0]}):
+        with pytest.raises(InputError, match="needs a loss of your own"):
+            load({"data": keys})
 
 
 # -- tar files -----------------------------------------------------------------------------------------------------

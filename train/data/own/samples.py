@@ -108,7 +108,8 @@ def shapes_of(first: Any, where: str) -> SampleShapes:
         raise InputError([f"{where}: sample 0 is {named(first)}. A sample is a dict of arrays by name, such as {{'x': x, 'y': y}}"])
     arrays = {name: np.asarray(x) for name, x in first.items()}
     if others := [name for name, x in arrays.items() if x.dtype.kind not in "biufV"]:
-        raise InputError([f"{where}: sample 0: {name} is {named(first[name])}, not an array of numbers" for name in others])
+        remedy = "Leave it out, or make numbers of it (docs/own.md)"
+        raise InputError([f"{where}: sample 0: {name} is {named(first[name])}, not an array of numbers. {remedy}" for name in others])
     # Devices have 32 bits unless JAX is configured otherwise.
     return {name: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for name, x in arrays.items()}
 

@@ -16,6 +16,7 @@ import io
 import json
 import re
 import tarfile
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,10 @@ from jgt.document import InputError, nearest, shown
 
 from ...code.files import Code
 from ...code.names import FAILURES, described, load_object
-from ..config import OwnData
+from ..config import BYTES, OwnData
 from ..files import Finder
+from ..special import WAYS_TO_NAME_AN_END
+from ..tokenizer import open_tokenizer
 
 _Place = Callable[[str], str]
 """The file, line and full name of a key of the section, for messages."""
@@ -57,7 +60,7 @@ def _hugging_face(path: str, place: _Place) -> Callable[..., Any]:
             near = nearest(path, beside, lists=False)
             raise InputError([f"{place(key)}: {shown(path)} cannot be opened: {described(error)}{near and f'. {near}'}"]) from error
 
-    def rows(dataset: Any, key: str, split: object, columns: Sequence[str] | None) -> Any:
+    def rows(dataset: Any, key: str, split: object, columns: Sequence[str] | None, source: str) -> Any:
         parts, match = dataset.as_streaming_dataset(), _SLICE.fullmatch(str(split))
         if match is None or match[1] not in parts:
             why = f"{shown(path)} has no split {shown(split)}. {nearest(str(split), parts)} Some rows of it are {next(iter(parts))}[A:B]"
@@ -69,24 +72,95 @@ def _hugging_face(path: str, place: _Place) -> Callable[..., Any]:
         columns = _listed(columns)
         known = found.column_names or list(next(iter(found), {}))
         if wrong := [name for name in columns or () if name not in known]:
-            raise InputError([f"{place('columns')}: there is no column {shown(wrong[0])}. {nearest(wrong[0], known)}"])
+            raise InputError([f"{place(source)}: there is no column {shown(wrong[0])}. {nearest(wrong[0], known)}"])
         return found if columns is None else found.select_columns([*columns])
 
     def hf(
         shard: int,
         shards: int,
+        seq: int,
+        vocab: int,
         *,
         name: str | None = None,
         split: str = "train",
         eval_split: str | None = None,
         columns: Sequence[str] | None = None,
+        text: str | None = None,
+        tokenizer: str = BYTES,
     ) -> tuple[Any, Any]:
         distributed = importlib.import_module("datasets.distributed")
-        train = rows(builder(name), "split", split, columns)
-        held = None if eval_split is None else rows(builder(name), "eval_split", eval_split, columns)
-        return distributed.split_dataset_by_node(train, rank=shard, world_size=shards), held
+        if text is not None and columns is not None:
+            raise InputError([f"{place('columns')}: text names the only column that is read. Remove one of them"])
+        source = (columns, "columns") if text is None else ([text], "text")
+        train = rows(builder(name), "split", split, *source)
+        train = distributed.split_dataset_by_node(train, rank=shard, world_size=shards)
+        held = None if eval_split is None else rows(builder(name), "eval_split", eval_split, *source)
+        if text is None:
+            return train, held
+        encoder = _encoder(tokenizer, vocab, place)
+        return _Windows(train, encoder, seq), held and _Windows(held, encoder, seq)
 
     return hf
+
+
+def _encoder(name: str, vocab: int, place: _Place) -> Callable[[Any], np.ndarray]:
+    """A function from a row with one text to its tokens, with those around every text."""
+    try:
+        tokenizer = open_tokenizer(name)
+        if (end := tokenizer.special.end_of_text) is None:
+            raise InputError([f"{name} has no end-of-text token, which is needed to separate documents. {WAYS_TO_NAME_AN_END}"])
+        if tokenizer.vocab_size > vocab:
+            size = tokenizer.vocab_size
+            raise InputError([f"{name} has {size:,} ids, and model.vocab is {vocab:,}. Set model.vocab={size}"])
+    except InputError as error:
+        raise InputError([f"{place('tokenizer')}: {problem}" for problem in error.problems]) from None
+
+    def tokens_of(row: Any) -> np.ndarray:
+        (text,) = row.values()
+        if not isinstance(text, str):
+            raise ValueError(f"the column {next(iter(row))} is {type(text).__name__}, not text")
+        return np.asarray([*tokenizer.special.beginning, *tokenizer.encode(text), end], np.int32)
+
+    return tokens_of
+
+
+class _Windows:
+    """The texts of a dataset as rows of `seq` tokens. The last token that a row predicts is the first one of the next."""
+
+    def __init__(self, rows: Any, encoder: Callable[[Any], np.ndarray], seq: int):
+        self._rows, self._encoder, self._seq = rows, encoder, seq
+        self._place: dict[str, Any] = {"rows": None, "used": 0}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch of the dataset."""
+        self._rows.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the dataset before the first text that is not used up, None at the beginning, and how many of its tokens are."""
+        return self._place
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes there."""
+        self._place = state
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        before, used = self._place["rows"], self._place["used"]
+        if before is not None:
+            self._rows.load_state_dict(before)
+        texts, left, weights = deque[tuple[Any, np.ndarray]](), -used, np.ones(self._seq, np.float32)
+        for row in self._rows:
+            texts.append((before, self._encoder(row)))
+            before, left = self._rows.state_dict(), left + len(texts[-1][1])
+            if left <= self._seq:
+                continue
+            tokens = np.concatenate([text for _, text in texts])[used:]
+            for begin in range(0, left - self._seq, self._seq):
+                used, left = used + self._seq, left - self._seq
+                while used >= len(texts[0][1]):
+                    used -= len(texts.popleft()[1])
+                self._place = {"rows": texts[0][0], "used": used}
+                window = tokens[begin : begin + self._seq + 1]
+                yield {"inputs": window[:-1], "targets": window[1:], "weights": weights}
 
 
 def _listed(columns: Sequence[str] | None) -> Sequence[str] | None:
