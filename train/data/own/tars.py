@@ -1,0 +1,138 @@
+"""The samples of tar files as WebDataset writes them: `data.source: tar:PATH`.
+
+A file is read without unpacking it. Neighbouring members whose names differ only behind the first dot are a sample, `0007.jpg` and
+`0007.cls`, and the place behind a sample is a file and an offset in it: a run that resumes seeks. Members are not trusted: numpy loads no
+pickles, and no member is larger than its file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jgt.document import nearest, shown
+
+from ..files import Finder
+
+_IMAGES = ("jpg", "jpeg", "png", "webp")
+_READERS: Mapping[str, Callable[[bytes], Any]] = {
+    "json": json.loads,
+    "npy": lambda content: np.load(io.BytesIO(content)),
+    "cls": int,
+    "txt": bytes.decode,
+}
+
+
+def listed(columns: Sequence[str] | None) -> Sequence[str] | None:
+    """The value of `data.columns`, which may be a single name."""
+    return [columns] if isinstance(columns, str) else columns
+
+
+class _Tars:
+    """The samples of tar files, every `step`-th of them from `first` on. columns: the arrays of a sample; None: all."""
+
+    def __init__(self, paths: Sequence[Path], columns: Sequence[str] | None, first: int = 0, step: int = 1):
+        self._paths, self._columns, self._step = paths, listed(columns), step
+        self._place = {"file": 0, "offset": 0, "skip": first}
+
+    def state_dict(self) -> dict[str, int]:
+        """The next member's file and offset, and how many samples to skip there."""
+        return self._place
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes there."""
+        self._place = state
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        begin, skip = self._place["offset"], self._place["skip"]
+        for number in range(self._place["file"], len(self._paths)):
+            path = self._paths[number]
+            try:
+                for tar, members, end in _samples(path, begin):
+                    if skip:
+                        skip -= 1
+                        continue
+                    skip = self._step - 1
+                    self._place = {"file": number, "offset": end, "skip": skip}
+                    yield self._decoded(tar, members)
+            except (tarfile.TarError, ValueError) as error:
+                raise ValueError(f"{path}: {error}") from error
+            begin = 0
+
+    def _decoded(self, tar: tarfile.TarFile, members: Sequence[tarfile.TarInfo]) -> dict[str, Any]:
+        sample, others = dict[str, Any](), list[str]()
+        for member in members:
+            name = _split_name(member)[1]
+            content = tar.extractfile(member)
+            # The fields of an object may be what is wanted of it.
+            if content is None or (self._columns is not None and name not in (*self._columns, "json")):
+                others.append(name)
+                continue
+            try:
+                value = _value(name.rpartition(".")[2].lower(), content.read())
+            except Exception as error:
+                raise ValueError(f"{member.name}: {error}") from error
+            sample |= value if isinstance(value, dict) else {name: value}
+        if missing := [name for name in self._columns or () if name not in sample]:
+            raise ValueError(f"{members[0].name}: the sample has no {shown(missing[0])}. {nearest(missing[0], [*sample, *others])}")
+        return {name: sample[name] for name in self._columns or sample}
+
+
+def _samples(path: Path, begin: int) -> Iterator[tuple[tarfile.TarFile, list[tarfile.TarInfo], int]]:
+    """The file, the members of each sample from a place on, and the place behind them."""
+    members: list[tarfile.TarInfo] = []
+    with path.open("rb") as file:
+        file.seek(begin)
+        with tarfile.TarFile(fileobj=file) as tar:
+            for member in iter(tar.next, None):
+                # It would keep all of them.
+                tar.members = []  # pyright: ignore[reportAttributeAccessIssue]
+                if members and _split_name(member)[0] != _split_name(members[0])[0]:
+                    yield tar, members, member.offset
+                    members = []
+                members += [member] if member.isreg() and not member.issparse() else []
+            if members:
+                yield tar, members, tar.offset
+            file.seek(tar.offset)
+            # tarfile takes a damaged header for the end.
+            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
+                raise ValueError(f"damaged at byte {tar.offset:,}")
+
+
+def _split_name(member: tarfile.TarInfo) -> tuple[str, str]:
+    """Splits the name into what members of a sample share, and the name of the array."""
+    folder, _, name = member.name.rpartition("/")
+    stem, _, ending = name.partition(".")
+    return f"{folder}/{stem}", ending
+
+
+def _value(kind: str, content: bytes) -> Any:
+    """Reads a member. kind: the last part of its name."""
+    if kind in _IMAGES:
+        try:
+            images = importlib.import_module("PIL.Image")
+        except ImportError:
+            raise ValueError("needs the package pillow. Install it: pip install pillow") from None
+        return np.asarray(images.open(io.BytesIO(content)).convert("RGB"))
+    if kind not in _READERS:
+        raise ValueError(f"is none of {', '.join((*_READERS, *_IMAGES))}. Leave it out: data.columns lists what a sample has")
+    return _READERS[kind](content)
+
+
+def tar_files(path: str) -> Callable[..., Any]:
+    """A function that returns the samples of a shard of tar files, and the held-out ones. path: a file, a folder or a glob."""
+
+    def tar(shard: int, shards: int, *, eval_path: str | None = None, columns: Sequence[str] | None = None) -> tuple[Any, Any]:
+        paths = Finder().files(path).paths
+        held = None if eval_path is None else _Tars(Finder().files(str(eval_path)).paths, columns)
+        # With fewer files than shards, each shard reads all of them.
+        return _Tars(paths[shard::shards], columns) if len(paths) >= shards else _Tars(paths, columns, shard, shards), held
+
+    return tar
