@@ -23,7 +23,7 @@ from ...code.names import FAILURES, described, load_object
 from ..config import BYTES, OwnData
 from ..special import WAYS_TO_NAME_AN_END
 from ..tokenizer import open_tokenizer
-from .tars import listed, tar_files
+from .tars import column_names, tar_files
 
 _Place = Callable[[str], str]
 """The file, line and full name of a key of the section, for messages."""
@@ -62,7 +62,7 @@ def _hugging_face(path: str, place: _Place) -> Callable[..., Any]:
         begin, end = int(match[2] or 0), match[3] and int(match[3])
         found = found.skip(begin) if begin else found
         found = found.take(max(end - begin, 0)) if isinstance(end, int) else found
-        columns = listed(columns)
+        columns = column_names(columns)
         known = found.column_names or list(next(iter(found), {}))
         if wrong := [name for name in columns or () if name not in known]:
             raise InputError([f"{place(source)}: there is no column {shown(wrong[0])}. {nearest(wrong[0], known)}"])

@@ -30,7 +30,7 @@ _READERS: Mapping[str, Callable[[bytes], Any]] = {
 }
 
 
-def listed(columns: Sequence[str] | None) -> Sequence[str] | None:
+def column_names(columns: Sequence[str] | None) -> Sequence[str] | None:
     """The value of `data.columns`, which may be a single name."""
     return [columns] if isinstance(columns, str) else columns
 
@@ -39,7 +39,7 @@ class _Tars:
     """The samples of tar files, every `step`-th of them from `first` on. columns: the arrays of a sample; None: all."""
 
     def __init__(self, paths: Sequence[Path], columns: Sequence[str] | None, first: int = 0, step: int = 1):
-        self._paths, self._columns, self._step = paths, listed(columns), step
+        self._paths, self._columns, self._step = paths, column_names(columns), step
         self._place = {"file": 0, "offset": 0, "skip": first}
 
     def state_dict(self) -> dict[str, int]:
