@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar, cast, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
+from jgt.replacements.context.context import Context
 from jgt.replacements.experts.experts import Experts
 from jgt.replacements.gradients import SummedGradients
 from jgt.replacements.overlap import Overlap
@@ -29,10 +30,10 @@ _R = TypeVar("_R")
 
 def replacements_of(rules: Rules, *, wide_gradients: bool = False, reverse_mode: bool = False) -> Sequence[Replacement]:
     """The replacements that these rules ask for, in the order in which they are applied. wide_gradients, reverse_mode: see `shard`."""
-    has_overlap = any(rule.overlap is not None for rule in rules.signals)
+    has_overlap, has_context = (any(getattr(rule, key) is not None for rule in rules.signals) for key in ("overlap", "context"))
     # A model may call experts although no rule is about them.
     gradients = SummedGradients(rules, is_wide=wide_gradients, is_reverse=reverse_mode)
-    return [gradients, Experts(rules), *([Overlap(rules)] if has_overlap else [])]
+    return [gradients, Experts(rules), *([Context(rules)] if has_context else []), *([Overlap(rules)] if has_overlap else [])]
 
 
 @overload

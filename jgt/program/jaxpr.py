@@ -36,6 +36,18 @@ Var = jex.Var
 Atom = jex.Var | jex.Literal
 """An operand of an equation, or an output of a program."""
 
+_ELEMENTWISE = (
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj "
+    "convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma "
+    "igamma_grad_a igammac imag integer_pow is_finite layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to max "
+    "min mul mulhi name ne neg nextafter not one_minus_square or pcast polygamma polynomial population_count pow pvary "
+    "random_clone random_fold_in random_gamma real reduce_precision regularized_incomplete_beta rem reshard round rsqrt "
+    "select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square "
+    "stop_gradient sub tan tanh threefry2x32 xor zeta"
+)
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
+"""The primitives that JAX batches as elementwise. Operands have the rank of the result, or 0; their sizes are those of the result, or 1."""
+
 
 def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     """Traces `fn` at arrays or ShapeDtypeStructs. Returns its program and the tree of its outputs."""

@@ -15,14 +15,24 @@ decide nothing. `jgt.sharding` asks these questions while it rewrites a program.
 
 from jgt.rules.coverage import AnyMatch, Seen, unreached
 from jgt.rules.load import load_rules, make_rules
-from jgt.rules.matching import match_experts, match_optimizer, match_out, match_overlap, match_param, match_save, match_tensor
+from jgt.rules.matching import (
+    match_context,
+    match_experts,
+    match_optimizer,
+    match_out,
+    match_overlap,
+    match_param,
+    match_save,
+    match_tensor,
+)
 from jgt.rules.pattern import matches, prefixes
-from jgt.rules.rules import Action, ExpertsRule, Match, OverlapRule, Rules, SaveRule, SignalRule
+from jgt.rules.rules import Action, ContextRule, ExpertsRule, Match, OverlapRule, Rules, SaveRule, SignalRule
 from jgt.rules.spec import SpecRule, misfits
 
 __all__ = [
     "Action",
     "AnyMatch",
+    "ContextRule",
     "ExpertsRule",
     "Match",
     "OverlapRule",
@@ -33,6 +43,7 @@ __all__ = [
     "SpecRule",
     "load_rules",
     "make_rules",
+    "match_context",
     "match_experts",
     "match_optimizer",
     "match_out",

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 from jgt.document import nearest
 from jgt.rules.pattern import matches, matches_end, prefixes
-from jgt.rules.rules import ExpertsRule, Match, OverlapRule, Rules, SaveRule, SignalRule, Slot
+from jgt.rules.rules import ContextRule, ExpertsRule, Match, OverlapRule, Rules, SaveRule, SignalRule, Slot
 from jgt.rules.spec import SpecRule
 
 _MOST_PATHS = 8
 _FITS = " that the spec fits"
 
-AnyMatch = Match[SpecRule] | Match[SaveRule] | Match[OverlapRule] | Match[ExpertsRule]
+AnyMatch = Match[SpecRule] | Match[SaveRule] | Match[OverlapRule] | Match[ExpertsRule] | Match[ContextRule]
 _Row = tuple[Slot, str, str, str]
 """A rule's slot, its file:line, what messages call it, and why it decides nothing if it has decided nothing."""
 
@@ -98,6 +98,9 @@ def _rows_of_signal(rule: SignalRule, at: Slot, seen: Seen) -> Iterator[_Row]:
     if rule.experts is not None:
         reason = "no jgt.signal.experts is called at this signal or below it."
         yield (*at, "experts"), rule.experts.where, f"{rule.pattern}: experts", reason
+    if rule.context is not None:
+        reason = f"no program at this signal or below it has the tensors {', '.join(rule.context.between)}. {nearest('', below)}"
+        yield (*at, "context"), rule.context.where, f"{rule.pattern}: context", reason
 
 
 def _rows_of_parameters(label: str, rules: Sequence[SpecRule], at: Slot, reason: str, params: Sequence[str]) -> Iterator[_Row]:

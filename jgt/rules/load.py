@@ -17,14 +17,17 @@ from typing import Any, cast
 
 from jgt import document
 from jgt.document import InputError, Node, nearest
-from jgt.rules.rules import Action, ExpertsRule, Overflow, OverlapRule, Rules, SaveRule, SignalRule
+from jgt.rules.rules import Action, ContextRule, ExpertsRule, Method, Order, Overflow, OverlapRule, Rules, SaveRule, SignalRule
 from jgt.rules.spec import Entry, Spec, SpecRule
 
 TOP_KEYS = ("axes", "inputs", "params", "optimizer", "signals", "default")
-SIGNAL_KEYS = ("params", "optimizer", "tensors", "out", "backward", "save", "overlap", "experts")
+SIGNAL_KEYS = ("params", "optimizer", "tensors", "out", "backward", "save", "overlap", "experts", "context")
 EXPERTS_KEYS = ("axis", "exchange", "room", "over")
 EXCHANGES = ("all-to-all",)
 OVERFLOWS = ("rounds", "drop")
+CONTEXT_KEYS = ("axis", "method", "order", "between")
+METHODS = ("ring", "gather", "ulysses")
+ORDERS = ("plain", "zigzag")
 BACKWARD_KEYS = ("out", "tensors")
 ACTIONS = ("keep", "recompute", "offload")
 DEFAULT_ROOM = 1.25
@@ -103,6 +106,7 @@ class _Reader:
             save=tuple(self._save(name, child) for name, child in self._children(parts.get("save")).items()),
             overlap=self._overlap(parts.get("overlap")),
             experts=self._experts(parts.get("experts")),
+            context=self._context(parts.get("context")),
             where=node.where,
         )
 
@@ -124,6 +128,26 @@ class _Reader:
         if axis is None:
             return None
         return ExpertsRule(axis=axis, room=room, over=cast(Overflow, over), where=node.where)
+
+    def _context(self, node: Node | None) -> ContextRule | None:
+        if node is None or node.value is None:
+            return None
+        parts = self._section(node, CONTEXT_KEYS)
+        if "axis" not in parts:
+            self._problem(node, "needs the mesh axis that splits the sequence: {axis: seq}")
+            return None
+        method, axis = self._one_of(parts.get("method"), METHODS), self._one_axis(parts["axis"])
+        order = cast(Order, self._one_of(parts["order"], ORDERS)) if "order" in parts else None
+        between = ContextRule.between
+        if "between" in parts:
+            names = parts["between"].value
+            if isinstance(names, list) and len(names) == 4 and all(isinstance(child.value, str) for child in names):
+                between = cast("tuple[str, str, str, str]", tuple(child.value for child in names))
+            else:
+                self._problem(parts["between"], "is a list of four names: of q, k, v and of the attention's result")
+        if axis is None:
+            return None
+        return ContextRule(axis=axis, method=cast(Method, method), order=order, between=between, where=node.where)
 
     def _room(self, node: Node | None) -> float:
         if node is None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from jgt.rules.pattern import matches, matches_end
-from jgt.rules.rules import Candidate, ExpertsRule, Match, OverlapRule, Rules, RuleType, SaveRule, first_match
+from jgt.rules.rules import Candidate, ContextRule, ExpertsRule, Match, OverlapRule, Rules, RuleType, SaveRule, first_match
 from jgt.rules.spec import SpecRule
 
 
@@ -62,6 +62,11 @@ def match_overlap(rules: Rules, signal: str) -> Match[OverlapRule]:
 def match_experts(rules: Rules, signal: str) -> Match[ExpertsRule]:
     """The rule of the experts that are called at this signal."""
     return first_match(_around(rules, signal, "experts"))
+
+
+def match_context(rules: Rules, signal: str) -> Match[ContextRule]:
+    """How the attention of this signal is split along the sequence."""
+    return first_match(_around(rules, signal, "context"))
 
 
 def _slots(rules: Iterable[RuleType], *where: str | int) -> Iterator[Candidate[RuleType]]:

@@ -53,6 +53,25 @@ class ExpertsRule:
     where: str = field(default="rules", compare=False)
 
 
+Method = Literal["gather", "ring", "ulysses"]
+Order = Literal["plain", "zigzag"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextRule:
+    """The mesh axis that splits the sequence of a signal's attention, and how queries and keys meet.
+
+    order: the order in which devices compute; None: zigzag for a ring under a causal mask, else plain. between: the names of the tensors q,
+    k, v and of the result.
+    """
+
+    axis: str
+    method: Method
+    order: Order | None = None
+    between: tuple[str, str, str, str] = ("q", "k", "v", "heads")
+    where: str = field(default="rules", compare=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SignalRule:
     """The rules of the signals that `pattern` matches.
@@ -60,7 +79,8 @@ class SignalRule:
     params, optimizer: specs of parameters that are used below the signal, and of their optimizer state. tensors, save: specs of
     tensors that are named below it, and whether they are kept. out: the spec of floating values that are computed inside
     the signal and used outside. backward_out, backward_tensors: specs of the cotangents, where they differ. overlap: what the matmuls below
-    the signal hide. experts: where the experts are that are called below it.
+    the signal hide. experts: where the experts are that are called below it. context: how the attention below it is split along the
+    sequence.
     """
 
     pattern: str
@@ -73,6 +93,7 @@ class SignalRule:
     save: tuple[SaveRule, ...] = ()
     overlap: OverlapRule | None = None
     experts: ExpertsRule | None = None
+    context: ContextRule | None = None
     where: str = field(default="rules", compare=False)
 
     def covers(self, signal: str) -> bool:
@@ -175,8 +196,9 @@ class Rules:
         """A problem for each axis that a mesh with these axes does not have, at the first rule that names it."""
         known = tuple(axes)
         named = [(rule.where, rule.pattern, axis) for rule in self.spec_rules() for axis in dict.fromkeys(rule.axes)]
-        named += [(rule.overlap.where, f"{rule.pattern}: overlap", rule.overlap.axis) for rule in self.signals if rule.overlap]
-        named += [(rule.experts.where, f"{rule.pattern}: experts", rule.experts.axis) for rule in self.signals if rule.experts]
+        for rule in self.signals:
+            parts = {"overlap": rule.overlap, "experts": rule.experts, "context": rule.context}
+            named += [(part.where, f"{rule.pattern}: {key}", part.axis) for key, part in parts.items() if part]
         missing: dict[str, list[str]] = {}
         for where, what, axis in named:
             if axis not in known:

@@ -9,7 +9,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from jgt.document.schema import Schema, file_schema, mapping_of, or_null
-from jgt.rules.load import ACTIONS, BACKWARD_KEYS, EXCHANGES, EXPERTS_KEYS, MAX_ROOM, OVERFLOWS, SIGNAL_KEYS, TOP_KEYS
+from jgt.rules.load import (
+    ACTIONS,
+    BACKWARD_KEYS,
+    CONTEXT_KEYS,
+    EXCHANGES,
+    EXPERTS_KEYS,
+    MAX_ROOM,
+    METHODS,
+    ORDERS,
+    OVERFLOWS,
+    SIGNAL_KEYS,
+    TOP_KEYS,
+)
 
 _AXES: Schema = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 _SPEC: Schema = {
@@ -29,7 +41,11 @@ _TEXTS = {
     "backward": "Other specs for the cotangents.",
     "overlap": "The mesh axis whose sends run beside the matmuls of the signal, part by part.",
     "experts": "Where the experts are that the signal calls, and how rows travel to them.",
-    "axis": "The mesh axis that holds the experts.",
+    "context": "The mesh axis that splits the sequence of the signal's attention, and how queries and keys meet.",
+    "axis": "The mesh axis that holds the experts, or that splits the sequence.",
+    "method": "How keys reach queries: around a ring, all at once, or by an exchange of rows for heads.",
+    "order": "The order of the parts of a sequence in which devices compute. In zigzag order all have equal work under a causal mask.",
+    "between": "The names of the tensors q, k and v, and of the attention's result.",
     "exchange": "How rows travel: by an all-to-all of arrays with a fixed capacity.",
     "room": "The capacity factor: the rows that each pair of devices has room for, over an equal share.",
     "over": "What becomes of rows beyond the capacity: they are sent in further rounds, or dropped.",
@@ -59,7 +75,12 @@ def _of_key(key: str) -> Schema:
         return mapping_of(_described(BACKWARD_KEYS))
     if key == "experts":
         return mapping_of(_described(EXPERTS_KEYS))
+    if key == "context":
+        return mapping_of(_described(CONTEXT_KEYS))
     others: dict[str, Schema] = {
+        "method": {"enum": list(METHODS)},
+        "order": {"enum": list(ORDERS)},
+        "between": {"type": "array", "items": {"type": "string"}, "minItems": 4, "maxItems": 4},
         "axis": {"type": "string"},
         "exchange": {"enum": list(EXCHANGES)},
         "room": {"type": "number", "minimum": 1, "maximum": MAX_ROOM},

@@ -28,15 +28,6 @@ from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation
 from jgt.program.kernels import kernel_of
 
-ELEMENTWISE = names(
-    # The primitives that JAX batches as elementwise. Operands have the shape of the result, or rank 0.
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj "
-    "convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a "
-    "igammac imag integer_pow is_finite layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne "
-    "neg nextafter not one_minus_square or polygamma polynomial population_count pow pvary pcast random_clone random_fold_in "
-    "random_gamma real reduce_precision regularized_incomplete_beta rem reshard round rsqrt select_n sharding_constraint shift_left "
-    "shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta"
-)
 CORE_DIMS = {
     # The number of last dims that a primitive works on; it treats the dims in front of them independently.
     **dict.fromkeys(names("bitcast_convert_type random_bits random_seed random_split random_unwrap random_wrap"), 0),
@@ -120,4 +111,4 @@ def _leading_rows(equation: Equation, twin: Equation, operand_rows: OperandRows)
     return common_rows(equation, operand_rows)
 
 
-_RULES = {**RULES, **dict.fromkeys(ELEMENTWISE, _elementwise), **dict.fromkeys([*CORE_DIMS, "fft"], _leading_rows)}
+_RULES = {**RULES, **dict.fromkeys(jx.ELEMENTWISE, _elementwise), **dict.fromkeys([*CORE_DIMS, "fft"], _leading_rows)}

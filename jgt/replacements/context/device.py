@@ -1,0 +1,253 @@
+"""The program of a device in attention on a split sequence: blocks in steps, as keys and values arrive.
+
+A device works on *parts* of the sequence: on the one that it has, or on two in zigzag order. There device i has the parts i and 2n-1-i of
+2n, so that under a causal mask all devices have equal work: in each step after the first, two whole blocks of the four, without a branch.
+Which two follows from whether the keys come from a device before or behind.
+
+Keys and values *arrive*: around a ring, a part in each step, or all at once, and the steps take them from there. Backward their gradients
+follow them in f32: around the ring with the keys and home at the end, or all at once in a reduce-scatter.
+
+b batch, c positions of a part, n query heads, k key/value heads, h head size, p parts of a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jgt.replacements.context.blocks import NOTHING, Block, Gradients, Kernel
+from jgt.replacements.context.proof import Attention
+
+
+def exchanged(x: jax.Array, axis: str, dim: int, *, is_back: bool = False) -> jax.Array:
+    """The parts 2i and 2i+1 of device i for the parts i and 2n-1-i, or with `is_back` the other way round."""
+    n, is_even = jax.lax.axis_size(axis), jax.lax.axis_index(axis) % 2 == 0
+    ways = [[(i, part if part < n else 2 * n - 1 - part) for i, part in enumerate(range(first, 2 * n, 2))] for first in (0, 1)]
+    if is_back:
+        ways = [[(to, of) for of, to in way] for way in ways]
+    halves = jnp.split(x, 2, dim)
+    swapped = halves[::-1]
+    # A device of an even number has its low part from an even part, one of an odd number from an odd part.
+    if is_back:
+        halves = [jnp.where(is_even, *pair) for pair in ((halves[0], swapped[0]), (halves[1], swapped[1]))]
+    halves = [jax.lax.ppermute(half, axis, way) for half, way in zip(halves, ways, strict=True)]
+    if not is_back:
+        halves = [jnp.where(is_even, halves[0], halves[1]), jnp.where(is_even, halves[1], halves[0])]
+    return jax.lax.concatenate(halves, dim)
+
+
+def zigzag(x: jax.Array, n: int, dim: int, *, is_back: bool = False) -> jax.Array:
+    """A whole sequence in zigzag order over n devices, or with `is_back` in its own again."""
+    parts, order = jnp.split(x, 2 * n, dim), [part for i in range(n) for part in (i, 2 * n - 1 - i)]
+    return jax.lax.concatenate([parts[order.index(part) if is_back else order[part]] for part in range(2 * n)], dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pair:
+    """A block: the numbers of a part of queries and of a part of keys, which may be traced.
+
+    is_same: whether both are one part. is_past: whether no key comes after a query; False leaves the block out.
+    """
+
+    queries: Any
+    keys: Any
+    is_same: bool = False
+    is_past: Any = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A device of an axis, whose arrays are divided into parts: [p, b, c, ...]. part: the positions of a part."""
+
+    attention: Attention
+    kernel: Kernel
+    axis: str
+    is_zigzag: bool
+    is_ring: bool
+    part: int
+
+    @property
+    def num(self) -> int:
+        """The number of devices."""
+        return jax.lax.axis_size(self.axis)
+
+    @property
+    def steps(self) -> int:
+        """The number of steps after the first. Beyond a window no query sees a key."""
+        return steps_of(self.attention, self.num, self.part, is_zigzag=self.is_zigzag)
+
+    def parted(self, x: jax.Array, dim: int = 1) -> jax.Array:
+        """[..., p · c, ...] → [p, ..., c, ...]"""
+        return jnp.stack(jnp.split(x, 2 if self.is_zigzag else 1, dim))
+
+    def joined(self, x: jax.Array, dim: int = 1) -> jax.Array:
+        """The inverse of `parted`."""
+        return jax.lax.concatenate(list(x), dim)
+
+    # -- which blocks ----------------------------------------------------------------------------------------------
+
+    def _first(self) -> list[_Pair]:
+        """The blocks of the device's own keys."""
+        own = [_Pair(queries=part, keys=part, is_same=True) for part in range(2 if self.is_zigzag else 1)]
+        return [*own, *([_Pair(queries=1, keys=0)] if self.is_zigzag else [])]
+
+    def _later(self, step: Any) -> list[_Pair]:
+        """The blocks of the keys of the device that is `step` places back."""
+        is_before = step <= jax.lax.axis_index(self.axis)
+        if not self.is_zigzag:
+            return [_Pair(queries=0, keys=0, is_past=is_before if self.attention.is_causal else True)]
+        # All queries of the high part come after the low parts of all devices. Of the two other blocks, one is in the past.
+        other = jnp.where(is_before, 0, 1)
+        return [_Pair(queries=1, keys=0), _Pair(queries=other, keys=other)]
+
+    def _seen(self, pair: _Pair, step: Any, staying: Sequence[Any], travelling: Sequence[Any]) -> jax.Array | None:
+        """Which keys of a block its queries see, where the kernel does not know it."""
+        if self.attention.is_plain:
+            return None
+        here = jax.lax.axis_index(self.axis)
+        mine, others = iter(staying), iter(travelling)
+        values: list[jax.Array] = []
+        for one in self.attention.pairs.operands:
+            x = next(others) if one.is_of_keys else next(mine)
+            values.append(x if one.rows is None else _at(x, pair.keys if one.is_of_keys else pair.queries))
+        queries, keys = self._positions(here, pair.queries), self._positions((here - step) % self.num, pair.keys)
+        return self.attention.pairs.seen(queries, keys, values)
+
+    def _positions(self, device: Any, part: Any) -> jax.Array:
+        """The positions int32[c] of a device's part in the sequence."""
+        number = jnp.where(part == 0, device, 2 * self.num - 1 - device) if self.is_zigzag else device
+        return number * self.part + jnp.arange(self.part, dtype=jnp.int32)
+
+    # -- how keys arrive -------------------------------------------------------------------------------------------
+
+    def _moved(self, tree: Any, places: int = 1) -> Any:
+        """The arrays of the device so many places back."""
+        way = [(i, (i + places) % self.num) for i in range(self.num)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, way), tree)
+
+    def _arrivals(self, own: Any) -> Any:
+        """The arrays of all devices [n, ...], in the order of the steps."""
+        order = (jax.lax.axis_index(self.axis) - jnp.arange(self.steps + 1)) % self.num
+        return jax.tree.map(lambda x: jax.lax.all_gather(x, self.axis)[order], own)
+
+    def _walked(self, state: Any, own: Any, run: Callable[[Any, Any, Any, list[_Pair]], Any]) -> Any:
+        """The state after all steps: state = run(state, step, arrays of the keys, blocks), beginning with the device's own arrays."""
+        if not self.is_ring:
+            arrivals = self._arrivals(own) if self.steps else None
+            state = run(state, 0, own, self._first())
+
+            def step(state: Any, arrived: Any) -> tuple[Any, None]:
+                return run(state, arrived[0], arrived[1], self._later(arrived[0])), None
+
+            later = jax.tree.map(lambda x: x[1:], arrivals)
+            return jax.lax.scan(step, state, (jnp.arange(1, self.steps + 1), later))[0] if self.steps else state
+        state, keys = run(state, 0, own, self._first()), self._moved(own) if self.steps else own
+
+        def pass_on(carry: Any, step: Any) -> tuple[Any, None]:
+            state, keys = carry
+            # The next keys travel while these are multiplied.
+            following = self._moved(keys)
+            return (run(state, step, keys, self._later(step)), following), None
+
+        if self.steps > 1:
+            (state, keys), _ = jax.lax.scan(pass_on, (state, keys), jnp.arange(1, self.steps))
+        return run(state, self.steps, keys, self._later(self.steps)) if self.steps else state
+
+    # -- forward and backward --------------------------------------------------------------------------------------
+
+    def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, staying: Sequence[Any], travelling: Sequence[Any]) -> Block:
+        """The attention of a device's queries to all keys, [p, ...]."""
+
+        def run(state: Block, step: Any, keys: Any, pairs: list[_Pair]) -> Block:
+            k, v, travelling = keys
+            for pair in pairs:
+                seen = self._seen(pair, step, staying, travelling)
+                is_causal = self.attention.is_causal and pair.is_same and seen is None
+                block = self.kernel.forward(
+                    _at(q, pair.queries), _at(k, pair.keys), _at(v, pair.keys), seen, is_causal, self.attention.scale
+                )
+                block = block if pair.is_past is True else block._replace(lse=jnp.where(pair.is_past, block.lse, NOTHING))
+                before = Block(*(_at(x, pair.queries) for x in state))
+                state = Block(*(_with(x, pair.queries, new) for x, new in zip(state, before.merged(block), strict=True)))
+            return state
+
+        empty = Block(jnp.zeros(q.shape, jnp.float32), jnp.full((*q.shape[:2], q.shape[3], q.shape[2]), NOTHING))
+        return self._walked(empty, (k, v, list(travelling)), run)
+
+    def backward(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        out: jax.Array,
+        lse: jax.Array,
+        cotangent: jax.Array,
+        staying: Sequence[Any],
+        travelling: Sequence[Any],
+    ) -> Gradients:
+        """The gradients of a device's q, k and v, [p, ...]."""
+
+        def gradients(step: Any, keys: Any, pairs: list[_Pair]) -> Gradients:
+            k, v, travelling = keys
+            total = Gradients(*(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)))
+            for pair in pairs:
+                seen = self._seen(pair, step, staying, travelling)
+                is_causal = self.attention.is_causal and pair.is_same and seen is None
+                own = [_at(x, pair.queries) for x in (q, out, lse, cotangent)]
+                one = self.kernel.backward(own[0], _at(k, pair.keys), _at(v, pair.keys), *own[1:], seen, is_causal, self.attention.scale)
+                one = one if pair.is_past is True else Gradients(*(jnp.where(pair.is_past, x, 0) for x in one))
+                numbers = (pair.queries, pair.keys, pair.keys)
+                total = Gradients(*(_with(x, n, _at(x, n) + new) for x, n, new in zip(total, numbers, one, strict=True)))
+            return total
+
+        own = (k, v, list(travelling))
+        if self.is_ring:
+
+            def run(state: Any, step: Any, keys: Any, pairs: list[_Pair]) -> Any:
+                by_q, by_keys = state
+                moved = self._moved(by_keys) if by_keys is not None else None
+                new = gradients(step, keys, pairs)
+                by_keys = new[1:] if moved is None else tuple(map(jnp.add, moved, new[1:]))
+                return by_q + new.q, by_keys
+
+            by_q, by_keys = self._walked((jnp.zeros(q.shape, jnp.float32), None), own, run)
+            return Gradients(by_q, *(self._moved(by_keys, -self.steps) if self.steps else by_keys))
+        return self._gathered(q, own, gradients)
+
+    def _gathered(self, q: jax.Array, own: Any, gradients: Callable[..., Gradients]) -> Gradients:
+        first = gradients(0, own, self._first())
+        if not self.steps:
+            return first
+
+        def step(by_q: jax.Array, arrived: Any) -> tuple[jax.Array, Any]:
+            new = gradients(arrived[0], arrived[1], self._later(arrived[0]))
+            return by_q + new.q, (new.k.astype(own[0].dtype), new.v.astype(own[1].dtype))
+
+        later = jax.tree.map(lambda x: x[1:], self._arrivals(own))
+        by_q, by_keys = jax.lax.scan(step, first.q, (jnp.arange(1, self.steps + 1), later))
+        back = (jax.lax.axis_index(self.axis) - jnp.arange(self.num)) % self.num
+        sums: list[jax.Array] = []
+        for mine, others in zip(first[1:], by_keys, strict=True):
+            every = jnp.concatenate([mine[None].astype(others.dtype), others])
+            every = jnp.pad(every, [(0, self.num - 1 - self.steps), *[(0, 0)] * (every.ndim - 1)])
+            sums.append(jax.lax.psum_scatter(every[back], self.axis))
+        return Gradients(by_q, *sums)
+
+
+def steps_of(attention: Attention, num: int, part: int, *, is_zigzag: bool) -> int:
+    """The number of steps after the first, with so many devices and positions of a part."""
+    if attention.window is None or not attention.is_causal or is_zigzag:
+        return num - 1
+    return min(num - 1, -(-(attention.window - 1) // part))
+
+
+def _at(x: jax.Array, number: Any) -> jax.Array:
+    return x[number] if isinstance(number, int) else jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False)
+
+
+def _with(x: jax.Array, number: Any, new: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(x, new, number, 0)

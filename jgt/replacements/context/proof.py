@@ -1,0 +1,392 @@
+# pyright: basic
+"""Proves that equations between q, k, v and the heads are attention, and finds its scale and which keys a query sees.
+
+A model may call a library's function or have attention written out; nothing asks how. The equations are run on random numbers, and so is
+the definition, softmax(scale · q kᵀ where seen) v. Where both agree to the last digits of f32, the equations are attention. To run them at
+the traced sizes would take an array of all scores, so they run for a few dozen positions of the sequence (`pairs` says how): in `_Walk` a
+dim that counts queries or keys has that many entries, and every other dim its own size. Numbers narrower than f32 are f32 here, which makes
+the comparison sharp.
+
+The scale is measured: where one key has another score than all others, its share of the output gives the ratio of their weights. It is
+then one of the numbers in the equations, or a product or ratio of two, or the root of the head size, and that number is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jgt.program import jaxpr as jx
+from jgt.program.jaxpr import Atom, Equation, Program, Var
+from jgt.program.parts import Flat, flatten
+from jgt.replacements.context import cudnn
+from jgt.replacements.context.blocks import XLA
+from jgt.replacements.context.pairs import Condition, Labels, Operand, Pairs, Reader, Source, UnreadableError, labels_of
+
+_MOST = 48
+"""The positions of the comparison."""
+_SAMPLE = 512
+"""The positions at which it is asked what queries see."""
+_TOLERANCE = 2e-5
+_known: dict[str, tuple[float, bool, bool, int | None]] = {}
+"""The scale, is_causal, is_plain and window of what was proven in this process, by the text of the equations."""
+
+
+@dataclass(frozen=True, eq=False)
+class Attention:
+    """Attention as its equations have it.
+
+    is_causal: whether no query sees a later key. is_plain: whether a query sees all keys, or with is_causal all up to its own. window: the
+    number of positions that a query sees, its own included, if it is the same for all; None: any number. is_fused: whether the model calls
+    cuDNN's kernel.
+    """
+
+    scale: float
+    pairs: Pairs
+    is_causal: bool
+    is_plain: bool
+    window: int | None
+    is_fused: bool
+
+    def seen(self, queries: jax.Array, keys: jax.Array, operands: Sequence[jax.Array]) -> jax.Array | None:
+        """bool[b or 1, queries, keys] for positions; None where `is_plain` says it."""
+        return None if self.is_plain else self.pairs.seen(queries, keys, operands)
+
+
+def attention_of(program: Program) -> Attention:
+    """The attention that a program of q, k and v [b, s, heads, h], and of other values that it reads, is.
+
+    Raises UnreadableError for anything else.
+    """
+    region = _Region(flatten(program, _is_dissolved))
+    # A new thread has no trace around it, so operations there run.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(region.attention).result()
+
+
+def _is_dissolved(equation: Equation) -> bool:
+    return jx.is_call(equation) or jx.has_custom_derivative(equation) or jx.is_remat(equation)
+
+
+@dataclass
+class _Region:
+    """The equations of a program, flat."""
+
+    flat: Flat
+
+    def attention(self) -> Attention:
+        """See `attention_of`."""
+        with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.default_matmul_precision("highest"):
+            walk, text = _Walk(self.flat, self.sizes), str(self.flat.program)
+            self._discover(walk)
+            pairs = Pairs(walk.source, tuple(walk.conditions), *walk.fused_mask)
+            if text not in _known:
+                _known[text] = self._scale(walk, pairs), *self._sight(pairs)
+            return Attention(*_known[text][:1], pairs, *_known[text][1:], walk.is_fused)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of q, k and v."""
+        return [jx.shape_of(var) for var in self.flat.invars[:3]]
+
+    @cached_property
+    def sizes(self) -> dict[str | None, int]:
+        """The sizes of dims in the comparison, by their labels."""
+        b, s = self.shapes[0][:2]
+        return {"batch": min(b, 2), "queries": min(s, _MOST), "keys": min(s, _MOST)}
+
+    def _positions(self, most: int) -> np.ndarray[Any, Any]:
+        """Positions in order: the first ones, the last ones, and neighbours anywhere."""
+        s = self.shapes[0][1]
+        if s <= most:
+            return np.arange(s, dtype=np.int32)
+        near = np.random.default_rng(s).choice(s - 1, most // 4, replace=False)
+        some = np.unique(np.concatenate([np.arange(most // 4), np.arange(s - most // 4, s), near, near + 1]))
+        # A fixed number of them, and always the last one.
+        return np.concatenate([some, np.setdiff1d(np.arange(2 * most), some)[: most - len(some)]]).astype(np.int32)
+
+    def _draw(self, operand: Operand, positions: np.ndarray[Any, Any], seed: int) -> np.ndarray[Any, Any]:
+        """Random numbers for an operand. Documents begin where integers change, and each token sees itself."""
+        rng, labels = np.random.default_rng([seed, len(positions)]), operand.labels
+        sizes = {**self.sizes, "queries": len(positions), "keys": len(positions)}
+        shape = [sizes[label] if label else size for size, label in operand.dims]
+        dtype = jx.dtype_of(operand.var)
+        if dtype is np.dtype(bool):
+            some = rng.random(shape) < 0.7
+            if {"queries", "keys"} <= set(labels):
+                eye = np.eye(len(positions), dtype=bool)
+                some |= np.expand_dims(eye, [n for n, label in enumerate(labels) if label not in ("queries", "keys")])
+            return some
+        if jnp.issubdtype(dtype, jnp.integer):
+            return (
+                np.sort(rng.integers(0, 4, shape), axis=operand.rows if operand.rows is not None else -1).astype(dtype)
+                if shape
+                else (np.asarray(rng.integers(1, 2 + seed * 8), dtype))
+            )
+        return rng.standard_normal(shape).astype(np.float32)
+
+    def _noise(self, seed: int) -> list[np.ndarray[Any, Any]]:
+        rng = np.random.default_rng(seed)
+        shapes = [(self.sizes["batch"], self.sizes["keys"], *shape[2:]) for shape in self.shapes]
+        return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+    def _discover(self, walk: _Walk) -> None:
+        """Lets the walk find the conditions and everything that it reads."""
+        positions = self._positions(_MOST)
+
+        def read(operand: Operand) -> jax.Array:
+            walk.operands[operand] = None
+            return jnp.asarray(self._draw(operand, positions, 0))
+
+        jax.eval_shape(lambda q, k, v, at: walk.run(q, k, v, at, read), *self._noise(0), positions)
+
+    def _scale(self, walk: _Walk, pairs: Pairs) -> float:
+        """The factor of the scores. Raises UnreadableError where the definition with it is something else than the equations."""
+        positions, (q, k, v) = self._positions(_MOST), (np.zeros_like(x) for x in self._noise(0))
+
+        @jax.jit
+        def both(q: Any, k: Any, v: Any, scale: float, values: list[Any]) -> tuple[jax.Array, jax.Array]:
+            known = dict(zip(walk.operands, values, strict=True))
+            seen = pairs.seen(positions, positions, [self._of_positions(known[one], one, positions) for one in pairs.operands])
+            return walk.run(q, k, v, positions, known.__getitem__), XLA.forward(q, k, v, seen, False, scale).out
+
+        drawn = [[self._draw(one, positions, seed) for one in walk.operands] for seed in range(3)]
+        k[:, -1, :, 0] = v[:, -1, :, 0] = 1
+
+        def log_ratio(factor: float) -> float:
+            q[..., 0] = factor
+            share = float(both(q, k, v, 1.0, drawn[0])[0][0, -1, 0, 0])
+            return math.log(share / (1 - share)) if 0 < share < 1 else math.inf
+
+        rest = log_ratio(0.0)
+        rough = (log_ratio(0.1) - rest) / 0.1
+        if not math.isfinite(rough) or rough == 0:
+            raise UnreadableError("the weights of keys do not grow with their products with the query as a softmax's do")
+        measured = (log_ratio(1 / rough) - rest) * rough
+        scale = min(self._candidates(), key=lambda one: abs(one - measured))
+        if abs(scale / measured - 1) > 1e-3:
+            raise UnreadableError(f"the factor of its scores, about {measured:.4g}, follows from no number in it")
+        for seed in (1, 2):
+            q, k, v = self._noise(seed)
+            # Scores of a few units: the weights differ, and none is all.
+            found, wanted = both(q * 2 / (scale * math.sqrt(q.shape[-1])), k, v, scale, drawn[seed])
+            error, most = float(jnp.max(jnp.abs(found - wanted))), float(jnp.max(jnp.abs(wanted)))
+            if not error <= _TOLERANCE * most:
+                raise UnreadableError(
+                    f"it is not softmax(scale · q · k) · v: results differ by {error:.2g}, where the largest is {most:.2g}"
+                )
+        return scale
+
+    def _candidates(self) -> list[float]:
+        known = {1.0, self.shapes[0][-1] ** -0.5}
+        for equation in self.flat.eqns:
+            for atom in equation.invars:
+                if not jx.is_var(atom) and jnp.issubdtype(jx.dtype_of(atom), jnp.floating) and 1e-6 < abs(float(atom.val)) < 1e6:
+                    known.add(abs(float(atom.val)))
+            if cudnn.is_attention(equation):
+                known.add(cudnn.options(equation)[0])
+        return [value for a, b in itertools.product(known, known) for value in (a * b, a / b, 1 / (a * b))]
+
+    def _of_positions(self, x: Any, operand: Operand, positions: np.ndarray[Any, Any]) -> Any:
+        """The value of an operand as `Pairs.seen` takes it: where it has queries and keys, with all keys of the sequence."""
+        if not {"queries", "keys"} <= set(operand.labels):
+            return jnp.asarray(x)
+        dim = operand.labels.index("keys")
+        shape = list(x.shape)
+        shape[dim] = self.shapes[1][1]
+        return jnp.zeros(shape, x.dtype).at[(slice(None),) * dim + (positions,)].set(x)
+
+    def _sight(self, pairs: Pairs) -> tuple[bool, bool, int | None]:
+        """is_causal, is_plain and window, see `Attention`."""
+        positions = self._positions(_SAMPLE)
+        later = positions[:, None] < positions
+        run = jax.jit(lambda values: pairs.seen(positions, positions, values))
+        is_causal, is_plain = True, not pairs.operands
+        for seed in (1, 2):
+            found = run([self._of_positions(self._draw(one, positions, seed), one, positions) for one in pairs.operands])
+            seen = np.ones((1, 1, 1), bool) if found is None else np.asarray(found)
+            is_causal &= not (seen & later).any()
+            is_plain &= bool((seen == (~later if is_causal else True)).all())
+        return is_causal, is_plain, None if is_plain else self._window(pairs)
+
+    def _window(self, pairs: Pairs) -> int | None:
+        """The number of positions that each query sees in a row of one document, if that is one number."""
+        s = self.shapes[0][1]
+        if any(one.rows is None or {"queries", "keys"} <= set(one.labels) for one in pairs.operands):
+            return None
+        zeros = [jnp.zeros([1 if label else size for size, label in one.dims], jx.dtype_of(one.var)) for one in pairs.operands]
+        run = jax.jit(lambda query: pairs.seen(query, jnp.arange(s), zeros))
+        found: set[int] = set()
+        for query in (s - 1, s - 1 - s // 4):
+            seen = np.asarray(run(jnp.array([query]))).reshape(-1, s)[0]
+            count = int(seen.sum())
+            if not seen[query - count + 1 : query + 1].all():
+                return None
+            found.add(count)
+        return found.pop() if len(found) == 1 else None
+
+
+@dataclass
+class _Walk:
+    """The equations that depend on q, k or v, run for some positions. What else they read, `Reader` computes.
+
+    conditions: which keys a query sees, in the order in which the walk meets them. operands: everything that is read. fused_mask: whether
+    a kernel's attention is causal, and its window.
+    """
+
+    flat: Flat
+    sizes: dict[str | None, int]
+    conditions: dict[Condition, None] = field(default_factory=dict)
+    operands: dict[Operand, None] = field(default_factory=dict)
+    fused_mask: tuple[bool, int | None] = (False, None)
+    is_fused: bool = False
+
+    @cached_property
+    def source(self) -> Source:
+        """Where values come from."""
+        return Source.of(self.flat)
+
+    def run(self, q: Any, k: Any, v: Any, positions: Any, read: Callable[[Operand], Any]) -> jax.Array:
+        """The heads [b, positions, n, h] of q, k and v [b, positions, heads, h]."""
+        reader = Reader(self.source, positions, positions, read)
+        rows: list[Labels] = [("batch", "queries", None, None), ("batch", "keys", None, None), ("batch", "keys", None, None)]
+        self._known: dict[Var, tuple[Any, Labels]] = dict(zip(self.flat.invars[:3], zip((q, k, v), rows, strict=True), strict=True))
+        for equation in self.flat.eqns:
+            if any(jx.is_var(a) and a in self._known for a in equation.invars):
+                self._run(equation, reader)
+        out, labels = self._known.get(self.flat.outvars[0], (None, ()))
+        if labels != rows[0]:
+            raise UnreadableError("its result is not [b, s, heads, size], one row for each query")
+        return out
+
+    def _run(self, equation: Equation, reader: Reader) -> None:
+        name, params = equation.primitive.name, equation.params
+        known = [self._known.get(a) if jx.is_var(a) else None for a in equation.invars]
+        if cudnn.is_attention(equation):
+            result = self._fused(equation, reader)
+        elif name in jx.ELEMENTWISE:
+            result = self._elementwise(equation, known, reader)
+        elif name == "dot_general":
+            operands = [self._with(one, a, reader) for one, a in zip(known, equation.invars, strict=True)]
+            result = self._dot(equation, *operands)
+        else:
+            if name not in _RULES or known[0] is None:
+                raise UnreadableError(f"{name} ({jx.line_of(equation) or 'in a library'}) is not an operation of attention that jgt knows")
+            result = _RULES[name](equation, params, *known[0], self.sizes)
+        self._known[equation.outvars[0]] = result
+
+    def _with(self, one: tuple[Any, Labels] | None, atom: Atom, reader: Reader) -> tuple[Any, Labels]:
+        labels: Labels = (None,) * len(jx.shape_of(atom))
+        return one or (_wide(reader.value(atom, labels)), labels)
+
+    def _elementwise(self, equation: Equation, known: Sequence[tuple[Any, Labels] | None], reader: Reader) -> tuple[Any, Labels]:
+        shape = jx.shape_of(equation.outvars[0])
+        rows = [one for one in known if one is not None and jx.shape_of(equation.outvars[0]) and len(one[1]) == len(shape)]
+        labels: Labels = tuple(next((label for label in dim if label), None) for dim in zip(*(one[1] for one in rows), strict=True))
+        full = np.broadcast_shapes(*(one[0].shape for one in rows))
+        operands: list[Any] = []
+        for number, (one, atom) in enumerate(zip(known, equation.invars, strict=True)):
+            is_scalar = not jx.shape_of(atom)
+            own = labels_of(atom, labels)
+            x = one[0] if one is not None else _wide(reader.value(atom, own))
+            if one is None and not is_scalar:
+                self._note(equation, number, Condition(atom, own), x, known)
+            operands.append(x if is_scalar else jnp.broadcast_to(x, full))
+        if equation.primitive.name == "convert_element_type" and jnp.issubdtype(equation.params["new_dtype"], jnp.floating):
+            return _wide(operands[0].astype(jnp.float32)), labels
+        return jx.result_of(equation, *operands), labels
+
+    def _note(self, equation: Equation, number: int, condition: Condition, x: Any, known: Sequence[Any]) -> None:
+        """Adds a condition, if an operand that q, k and v have no part in is one."""
+        if equation.primitive.name == "select_n" and number == 0 and x.dtype == bool:
+            self.conditions[Condition(condition.atom, condition.labels, is_not=known[1] is not None)] = None
+        elif equation.primitive.name in ("add", "add_any") and any(
+            x.shape[dim] > 1 for dim, label in enumerate(condition.labels) if label == "keys"
+        ):
+            self.conditions[condition] = None
+
+    def _dot(self, equation: Equation, left: tuple[Any, Labels], right: tuple[Any, Labels]) -> tuple[Any, Labels]:
+        (of_left, of_right), (batch_left, batch_right) = equation.params["dimension_numbers"]
+        pairs = [*zip(of_left, of_right, strict=True), *zip(batch_left, batch_right, strict=True)]
+        if any(left[1][a] != right[1][b] for a, b in pairs) or any(left[1][a] == "queries" for a in of_left):
+            raise UnreadableError(f"the matmul at {jx.line_of(equation) or 'a line of a library'} sums over the sequence")
+        labels = [left[1][dim] for dim in batch_left]
+        labels += [label for dim, label in enumerate(left[1]) if dim not in (*of_left, *batch_left)]
+        labels += [label for dim, label in enumerate(right[1]) if dim not in (*of_right, *batch_right)]
+        result = jx.result_of(equation, left[0], right[0], preferred_element_type=jnp.dtype(jnp.float32))
+        return result, tuple(labels)
+
+    def _fused(self, equation: Equation, reader: Reader) -> tuple[Any, Labels]:
+        scale, is_causal, window = cudnn.options(equation)
+        q, k, v = (self._known[a] for a in equation.invars[:3])
+        self.is_fused, self.fused_mask, seen = True, (is_causal, window), None
+        if equation.params["variadic_args"][0]:
+            shape = jx.shape_of(equation.invars[3])
+            every: Labels = ("batch", None, "queries", "keys")
+            labels: Labels = tuple(label if size > 1 else None for label, size in zip(every, shape, strict=True))
+            condition = Condition(equation.invars[3], labels)
+            self.conditions[condition] = None
+            seen = condition.holds(_wide(reader.value(equation.invars[3], labels)))
+        at = reader.queries
+        within = (at[:, None] >= at if is_causal else jnp.ones((len(at), len(at)), bool)) & (
+            at[:, None] - at < (window or jnp.iinfo(jnp.int32).max)
+        )
+        seen = within[None] if seen is None else within & seen
+        seen = jnp.broadcast_to(seen, (seen.shape[0], len(at), len(at)))
+        return XLA.forward(q[0], k[0], v[0], seen, False, scale).out, q[1]
+
+
+def _wide(x: Any) -> Any:
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _broadcast(equation: Equation, params: Any, x: Any, labels: Labels, sizes: Any) -> tuple[Any, Labels]:
+    dims = params["broadcast_dimensions"]
+    new: Labels = tuple(labels[dims.index(n)] if n in dims else None for n in range(len(params["shape"])))
+    shape = [sizes[label] if label else size for size, label in zip(params["shape"], new, strict=True)]
+    return jax.lax.broadcast_in_dim(x, shape, dims), new
+
+
+def _reshape(equation: Equation, params: Any, x: Any, labels: Labels, sizes: Any) -> tuple[Any, Labels]:
+    inner, outer = jx.shape_of(equation.invars[0]), jx.shape_of(equation.outvars[0])
+    new: list[Any] = [None] * len(outer)
+    for dim, label in enumerate(labels):
+        before = math.prod(inner[:dim])
+        at = [n for n, size in enumerate(outer) if size == inner[dim] and math.prod(outer[:n]) == before]
+        if label and not at:
+            raise UnreadableError(f"the reshape at {jx.line_of(equation) or 'a line of a library'} divides the sequence")
+        if label:
+            new[at[-1]] = label
+    return x.reshape([sizes[label] if label else size for size, label in zip(outer, new, strict=True)]), tuple(new)
+
+
+def _transposed(equation: Equation, params: Any, x: Any, labels: Labels, sizes: Any) -> tuple[Any, Labels]:
+    order = params["permutation"]
+    return jnp.transpose(x, order), tuple(labels[n] for n in order)
+
+
+def _reduced(equation: Equation, params: Any, x: Any, labels: Labels, sizes: Any) -> tuple[Any, Labels]:
+    return jx.result_of(equation, x), tuple(label for n, label in enumerate(labels) if n not in params["axes"])
+
+
+def _squeezed(equation: Equation, params: Any, x: Any, labels: Labels, sizes: Any) -> tuple[Any, Labels]:
+    return jx.result_of(equation, x), tuple(label for n, label in enumerate(labels) if n not in params["dimensions"])
+
+
+_RULES: dict[str, Callable[..., tuple[Any, Labels]]] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "transpose": _transposed,
+    "squeeze": _squeezed,
+    "reduce_max": _reduced,
+    "reduce_sum": _reduced,
+}

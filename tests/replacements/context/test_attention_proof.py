@@ -1,0 +1,114 @@
+"""Which equations are attention, whoever wrote them, and what they let a query see."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen
+
+from jgt.replacements.context.pairs import UnreadableError
+from jgt.replacements.context.proof import attention_of
+from train.models.kernels import XLA
+
+S, N, G, H = 96, 4, 2, 8
+
+
+def found(fn, *more, dtype=jnp.float32, heads=G, seq=S):
+    q, k = (jax.ShapeDtypeStruct((2, seq, n, H), dtype) for n in (N, heads))
+    return attention_of(jax.make_jaxpr(fn)(q, k, k, *more))
+
+
+def by_hand(q, k, v, *, bias=None, softmax=jax.nn.softmax):
+    s = q.shape[1]
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(H)
+    bias = jnp.where(jnp.arange(s)[:, None] >= jnp.arange(s)[None], 0.0, -1e9) if bias is None else bias
+    return jnp.einsum("bhqk,bkhd->bqhd", softmax(scores + bias[None, None], -1), v)
+
+
+def of_documents(q, k, v, documents):
+    return XLA.attend(q, k, v, mask=documents[:, None, :, None] == documents[:, None, None, :])
+
+
+def with_a_flag(q, k, v, is_full):
+    return XLA.attend(q, k, v, window=jnp.where(is_full, S, 24))
+
+
+def of_flax(q, k, v):
+    return linen.dot_product_attention(q, k, v, mask=linen.make_causal_mask(jnp.ones(q.shape[:2])))
+
+
+def repeated(q, k, v):
+    return by_hand(q, jnp.repeat(k, N // G, 2), jnp.repeat(v, N // G, 2))
+
+
+def causal_of_jax(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+INT, FLAG = jax.ShapeDtypeStruct((2, S), jnp.int32), jax.ShapeDtypeStruct((), bool)
+
+
+@pytest.mark.parametrize(
+    ("fn", "more", "heads", "expected"),
+    [
+        (XLA.attend, (), G, (True, True, None)),
+        (causal_of_jax, (), G, (True, True, None)),
+        (jax.nn.dot_product_attention, (), G, (False, True, None)),
+        (of_flax, (), N, (True, True, None)),
+        (by_hand, (), N, (True, True, None)),
+        (repeated, (), G, (True, True, None)),
+        (lambda q, k, v: XLA.attend(q, k, v, window=24), (), G, (True, False, 24)),
+        (with_a_flag, (FLAG,), G, (True, False, None)),
+        (of_documents, (INT,), G, (True, False, None)),
+    ],
+    ids=["own", "jax", "full", "flax", "by hand", "repeated heads", "window", "flag", "documents"],
+)
+def test_attention_is_found_whoever_wrote_it(fn, more, heads, expected):
+    attention = found(fn, *more, heads=heads)
+    assert (attention.is_causal, attention.is_plain, attention.window) == expected
+    assert attention.scale == pytest.approx(H**-0.5, rel=1e-6)
+
+
+def test_numbers_in_bf16_do_not_blur_the_scale():
+    assert found(lambda q, k, v: XLA.attend(q, k, v, scale=0.3), dtype=jnp.bfloat16).scale == pytest.approx(0.3, rel=1e-6)
+
+
+def alibi(q, k, v):
+    distance = jnp.arange(S)[:, None] - jnp.arange(S)[None]
+    return by_hand(q, k, v, bias=jnp.where(distance >= 0, -0.1 * distance, -1e9))
+
+
+def of_sinks(q, k, v):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    with_sink = jnp.concatenate([scores, jnp.ones((*scores.shape[:3], 1))], -1)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(with_sink, -1)[..., :-1], v)
+
+
+@pytest.mark.parametrize(
+    ("fn", "why"),
+    [
+        (lambda q, k, v: XLA.attend(q, k, v, softcap=30.0), r"not softmax\(scale · q · k\) · v: results differ"),
+        (alibi, "results differ"),
+        (lambda q, k, v: by_hand(q, k, v, softmax=lambda x, axis: jax.nn.sigmoid(x)), "do not grow|results differ|follows from no number"),
+        (of_sinks, r"concatenate \(.*test_attention_proof.py:\d+\) is not an operation of attention that jgt knows"),
+        (lambda q, k, v: jnp.cumsum(q, 1) + k + v, "cumsum"),
+    ],
+    ids=["softcap", "bias", "sigmoid", "sinks", "sums"],
+)
+def test_anything_else_is_refused(fn, why):
+    with pytest.raises(UnreadableError, match=why):
+        found(fn, heads=N)
+
+
+def test_each_query_and_key_is_seen_as_in_the_whole_mask():
+    attention = found(of_documents, INT)
+    documents = np.sort(np.random.default_rng(0).integers(0, 4, (2, S)), -1).astype(np.int32)
+    some, others = np.array([0, 17, 40, S - 1]), np.array([0, 3, 39, 40, 90])
+    whole = (documents[:, :, None] == documents[:, None]) & np.tril(np.ones((S, S), bool))
+    operands = [jnp.asarray(documents[:, others if one.is_of_keys else some]) for one in attention.pairs.operands]
+    np.testing.assert_array_equal(attention.pairs.seen(jnp.asarray(some), jnp.asarray(others), operands), whole[:, some][:, :, others])
+
+
+def test_no_array_of_a_long_sequence_is_made():
+    # The scores alone would have 64 GB.
+    assert found(XLA.attend, seq=2**16).is_plain
