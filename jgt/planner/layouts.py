@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from jax.sharding import NamedSharding
+
 from jgt.planner.compiled import Argument, Compiled
 from jgt.planner.hlo.origin import NONE, signal_of
 from jgt.planner.hlo.text import Module
@@ -96,7 +98,9 @@ def _parameter(
 
 
 def batch_axes(compiled: Compiled, params: Sequence[Parameter]) -> tuple[str, ...]:
-    """The axes that split the first dim of the inputs, by the shardings of jit or by constraints in the program.
+    """The axes that split the rows of the inputs, by the shardings of jit or by constraints in the program.
+
+    Rows are the first dim, and the second of integers: tokens [b, s]. The gradients of parameters are sums over them.
 
     Axes along which each device has its own parameters (`jgt.replacements.replicas`) do not count, because nothing is added up over them.
     """
@@ -104,7 +108,7 @@ def batch_axes(compiled: Compiled, params: Sequence[Parameter]) -> tuple[str, ..
     # Scalars, such as a step counter, have no first dim.
     arguments = zip(jx.body(compiled.program).invars, compiled.arguments, strict=True)
     inputs = {var: a for var, a in arguments if a.position != 0 and a.shape}
-    axes = {axis for a in inputs.values() if a.sharding is not None for axis in sharding_dims(a.sharding, len(a.shape))[0]}
+    axes = {axis for var, a in inputs.items() if a.sharding is not None for axis in _axes_of_rows(var, a.sharding)}
     axes.update(_constrained_axes(compiled.program, set(inputs)))
 
     def has_replicas(axis: str) -> bool:
@@ -114,11 +118,16 @@ def batch_axes(compiled: Compiled, params: Sequence[Parameter]) -> tuple[str, ..
     return tuple(axis for axis in mesh if axis in axes and mesh[axis] > 1 and not has_replicas(axis))
 
 
+def _axes_of_rows(var: Var, sharding: NamedSharding) -> Iterator[str]:
+    for axes in sharding_dims(sharding, len(jx.shape_of(var)))[: 2 if jx.is_integer(var) else 1]:
+        yield from axes
+
+
 def _constrained_axes(program: Program, inputs: set[Var]) -> Iterator[str]:
-    """The axes of the first dim in the constraints on these variables themselves."""
+    """The axes of the rows in the constraints on these variables themselves."""
     for equation in jx.body(program).eqns:
         if equation.primitive.name == "sharding_constraint" and equation.invars[0] in inputs:
-            yield from sharding_dims(equation.params["sharding"], len(jx.shape_of(equation.invars[0])))[0]
+            yield from _axes_of_rows(equation.invars[0], equation.params["sharding"])
         # Into nested calls of jax.jit, but not into loops: their slices are not the inputs themselves.
         for inner in jx.subprograms(equation) if jx.is_call(equation) else ():
             pairs = zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)

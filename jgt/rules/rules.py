@@ -112,7 +112,7 @@ Slot = tuple[str | int, ...]
 Two rules with the same content are equal, so a rule by itself does not say which line of the file decided.
 """
 
-RuleType = TypeVar("RuleType", SpecRule, SaveRule, OverlapRule, ExpertsRule)
+RuleType = TypeVar("RuleType", SpecRule, SaveRule, OverlapRule, ExpertsRule, ContextRule)
 Candidate = tuple[Slot, RuleType]
 
 

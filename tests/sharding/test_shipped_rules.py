@@ -28,6 +28,7 @@ MESHES = {
     "overlap": "{data: 2, fsdp: 2, tensor: 2}",
     "pipeline": "{data: 2, fsdp: 1, stage: 2, tensor: 2}",
     "pipeline_sequence": "{data: 2, fsdp: 1, stage: 2, tensor: 2}",
+    "context": "{data: 2, fsdp: 1, seq: 4, tensor: 1}",
     "experts": "{data: 2, fsdp: 2, expert: 2}",
 }
 ALWAYS = ("sequence", "fsdp_tensor", "pipeline")

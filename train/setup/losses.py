@@ -62,6 +62,7 @@ def losses_of(
             lambda module, x, **more: module.features(x, **more),
             chunks=chunks,
             groups=layout.groups,
+            parts=1 if layout.pipeline is not None else layout.sequence_shards,
             wide_gradients=widens,
             softcap=config.model.logits_softcap,
         )

@@ -6,7 +6,7 @@ takes the sequence in chunks, and computes a chunk's gradient right after its va
 linear cross entropy (arXiv 2410.10989). No array has both the whole vocabulary and the whole sequence, and no matmul runs twice. The
 backward pass only multiplies the finished gradients by the cotangent, a scalar.
 
-b batch, s seq, d embed, v vocab, g groups: devices that split the batch.
+b batch, s seq, d embed, v vocab, g groups: devices that split the batch, p parts: devices that split the sequence.
 """
 
 from __future__ import annotations
@@ -41,25 +41,33 @@ class _Options(NamedTuple):
 
     chunks: int
     groups: Groups
+    parts: int
     wide: bool
     softcap: float | None
 
 
 def make_loss(
-    features: Features, *, chunks: int = 1, groups: Groups = (), wide_gradients: bool = False, softcap: float | None = None
+    features: Features,
+    *,
+    chunks: int = 1,
+    groups: Groups = (),
+    parts: int = 1,
+    wide_gradients: bool = False,
+    softcap: float | None = None,
 ) -> TokenLoss:
     """loss(model, {inputs, targets, weights: [b, s]}) → Σ weights · nats, a mean if the weights sum to 1.
 
     features(model, inputs) → x [b, s, d] and a table [v, d], the factors of the logits. If the batch has `segments` [b, s], where documents
-    begin, features gets them too, by that name. chunks: a divisor of s. groups: the devices that split the batch. Each adds up the table's
-    gradient from its own rows; the sums cross devices once, after the last chunk. wide_gradients: whether they do so in f32, whatever the
-    table's type. softcap: the limit of the logits (`model.logits_softcap`).
+    begin, features gets them too, by that name. chunks: a divisor of s. groups: the devices that split the batch. parts: the number of
+    devices that split the sequence. Each device adds up the table's gradient from its own tokens; the sums cross devices once, after the
+    last chunk. wide_gradients: whether they do so in f32, whatever the table's type. softcap: the limit of the logits
+    (`model.logits_softcap`).
     """
 
     def loss(model: Any, batch: Arrays) -> jax.Array:
         x, table = features(model, batch["inputs"], **segments_of(batch))
         with signal.context("head"):
-            return _loss(_Options(chunks, groups, wide_gradients, softcap), x, table, batch["targets"], batch["weights"])
+            return _loss(_Options(chunks, groups, parts, wide_gradients, softcap), x, table, batch["targets"], batch["weights"])
 
     return loss
 
@@ -122,10 +130,12 @@ def _loss(options: _Options, x: jax.Array, table: jax.Array, targets: jax.Array,
 
 def _forward(options: _Options, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
     """The loss, and as residuals its gradients by x, table and weights."""
-    chunks, groups, wide, softcap = options
+    chunks, groups, parts, wide, softcap = options
     added_up = jnp.dtype(jnp.float32) if wide else table.dtype
     # An evaluation may have a single row.
     groups = groups if len(x) % math.prod(groups) == 0 else ()
+    parts = parts if x.shape[1] // chunks % parts == 0 else 1
+    every = (*groups, *([parts] if parts > 1 else []))
 
     def differentiated(chunk: Chunk) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Nats [b, s], and the loss's gradients by x [b, s, d] and by the logits [b, s, v]."""
@@ -145,22 +155,22 @@ def _forward(options: _Options, x: jax.Array, table: jax.Array, targets: jax.Arr
     def add(by_table: jax.Array, chunk: Chunk) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         nats, by_x, by_logits = differentiated(chunk)
         with signal.backward():
-            errors, features = _by_group(by_logits, groups), _by_group(chunk[0], groups)
-            # [g, v, d]: one sum for each group.
-            more = jnp.einsum("gbsv,gbsd->gvd", errors, features, preferred_element_type=jnp.float32)
+            errors, features = _by_group(by_logits, groups, parts), _by_group(chunk[0], groups, parts)
+            # [g, p, v, d]: one sum for each device.
+            more = jnp.einsum("gbpsv,gbpsd->gpvd", errors, features, preferred_element_type=jnp.float32)
         return by_table + more, (nats, by_x)
 
     if chunks == 1:
         nats, by_x, by_logits = differentiated((x, targets, weights))
         with signal.backward():
-            by_table = _by_table(x, by_logits, groups, added_up)
+            by_table = _by_table(x, by_logits, groups, parts, added_up)
     else:
-        # Sums of many chunks are f32. The dim of groups lets each device add to its own sum, without a collective in the loop.
-        zero = jnp.zeros((math.prod(groups), *table.shape), jnp.float32)
-        # sums [g, v, d], nats [chunks, b, s / chunks], by_x [chunks, b, s / chunks, d]
+        # Sums of many chunks are f32. The dims of groups and parts let each device add to its own sum, without a collective in the loop.
+        zero = jnp.zeros((math.prod(groups), parts, *table.shape), jnp.float32)
+        # sums [g, p, v, d], nats [chunks, b, s / chunks], by_x [chunks, b, s / chunks, d]
         sums, (nats, by_x) = jax.lax.scan(add, zero, _split((x, targets, weights), chunks))
         # They cross devices in the table's type, as other gradients.
-        by_table = sum_of_groups(sums.astype(added_up), groups)
+        by_table = sum_of_groups(sums.astype(added_up).reshape(-1, *table.shape), every)
         nats, by_x = _joined(nats), _joined(by_x)
     # The loss is linear in the weights, so its gradient by them is the nats.
     return jnp.sum(weights * nats), (by_x, by_table.astype(table.dtype), nats)
@@ -174,18 +184,22 @@ def _backward(options: _Options, gradients: Any, cotangent: jax.Array) -> Any:
 _loss.defvjp(_forward, _backward)
 
 
-def _by_table(x: jax.Array, by_logits: jax.Array, groups: Groups, dtype: jnp.dtype) -> jax.Array:
+def _by_table(x: jax.Array, by_logits: jax.Array, groups: Groups, parts: int, dtype: jnp.dtype) -> jax.Array:
     """The loss's gradient by the table [v, d], from the features [b, s, d] and the gradient by the logits [b, s, v]."""
     # bsv,bsd->vd would be the same, but XLA's CPU backend transposes the left side, and v is much larger than d.
-    if len(groups) < 2:
+    every = (*groups, *([parts] if parts > 1 else []))
+    if len(every) < 2:
         return jnp.einsum("bsd,bsv->dv", x, by_logits, preferred_element_type=dtype).T
-    factors = _by_group(x, groups), _by_group(by_logits, groups)
-    return sum_of_groups(jnp.einsum("gbsd,gbsv->gdv", *factors, preferred_element_type=dtype), groups).T
+    factors = _by_group(x, groups, parts), _by_group(by_logits, groups, parts)
+    sums = jnp.einsum("gbpsd,gbpsv->gpdv", *factors, preferred_element_type=dtype)
+    return sum_of_groups(sums.reshape(-1, *sums.shape[2:]), every).T
 
 
-def _by_group(x: jax.Array, groups: Groups) -> jax.Array:
-    """[b, ...] → [g, b / g, ...]."""
-    return x.reshape(math.prod(groups), -1, *x.shape[1:])
+def _by_group(x: jax.Array, groups: Groups, parts: int) -> jax.Array:
+    """[b, s, ...] → [g, b / g, p, s / p, ...]."""
+    b, s, *rest = x.shape
+    g = math.prod(groups)
+    return x.reshape(g, b // g, parts, s // parts, *rest)
 
 
 def _split(whole: Any, chunks: int) -> Any:

@@ -23,7 +23,7 @@ from jgt.replacements.context.blocks import Block, Gradients, Kernel
 _NUM_OTHERS = 6
 """Lengths, offsets and pages, which stay empty."""
 _UNSEEN = -1e9
-"""What is added to the scores of keys that a query does not see; cuDNN takes no mask."""
+"""It is added to the scores of keys that a query does not see, since cuDNN takes no mask."""
 
 
 def is_attention(equation: Equation) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +57,17 @@ class _Pair:
     keys: Any
     is_same: bool = False
     is_past: Any = True
+
+
+class Rows(NamedTuple):
+    """The rows of a device that its backward pass reads, [p, ...], as `Kernel.backward` takes them."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    out: jax.Array
+    lse: jax.Array
+    cotangent: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +138,12 @@ class Device:
     def _moved(self, tree: Any, places: int = 1) -> Any:
         """The arrays of the device so many places back."""
         way = [(i, (i + places) % self.num) for i in range(self.num)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, way), tree)
+        return _each(tree, lambda x: jax.lax.ppermute(x, self.axis, way))
 
     def _arrivals(self, own: Any) -> Any:
         """The arrays of all devices [n, ...], in the order of the steps."""
         order = (jax.lax.axis_index(self.axis) - jnp.arange(self.steps + 1)) % self.num
-        return jax.tree.map(lambda x: jax.lax.all_gather(x, self.axis)[order], own)
+        return _each(own, lambda x: cast(jax.Array, jax.lax.all_gather(x, self.axis))[order])
 
     def _walked(self, state: Any, own: Any, run: Callable[[Any, Any, Any, list[_Pair]], Any]) -> Any:
         """The state after all steps: state = run(state, step, arrays of the keys, blocks), beginning with the device's own arrays."""
@@ -143,7 +154,7 @@ class Device:
             def step(state: Any, arrived: Any) -> tuple[Any, None]:
                 return run(state, arrived[0], arrived[1], self._later(arrived[0])), None
 
-            later = jax.tree.map(lambda x: x[1:], arrivals)
+            later = _each(arrivals, lambda x: x[1:])
             return jax.lax.scan(step, state, (jnp.arange(1, self.steps + 1), later))[0] if self.steps else state
         state, keys = run(state, 0, own, self._first()), self._moved(own) if self.steps else own
 
@@ -163,7 +174,7 @@ class Device:
         """The attention of a device's queries to all keys, [p, ...]."""
 
         def run(state: Block, step: Any, keys: Any, pairs: list[_Pair]) -> Block:
-            k, v, travelling = keys
+            (k, v), travelling = keys
             for pair in pairs:
                 seen = self._seen(pair, step, staying, travelling)
                 is_causal = self.attention.is_causal and pair.is_same and seen is None
@@ -176,43 +187,36 @@ class Device:
             return state
 
         empty = Block(jnp.zeros(q.shape, jnp.float32), jnp.full((*q.shape[:2], q.shape[3], q.shape[2]), NOTHING))
-        return self._walked(empty, (k, v, list(travelling)), run)
+        return self._walked(empty, (jnp.stack([k, v]), list(travelling)), run)
 
-    def backward(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        out: jax.Array,
-        lse: jax.Array,
-        cotangent: jax.Array,
-        staying: Sequence[Any],
-        travelling: Sequence[Any],
-    ) -> Gradients:
+    def backward(self, rows: Rows, staying: Sequence[Any], travelling: Sequence[Any]) -> Gradients:
         """The gradients of a device's q, k and v, [p, ...]."""
+        q, k, v, *_ = rows
 
         def gradients(step: Any, keys: Any, pairs: list[_Pair]) -> Gradients:
-            k, v, travelling = keys
+            (k, v), travelling = keys
             total = Gradients(*(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)))
             for pair in pairs:
                 seen = self._seen(pair, step, staying, travelling)
                 is_causal = self.attention.is_causal and pair.is_same and seen is None
-                own = [_at(x, pair.queries) for x in (q, out, lse, cotangent)]
-                one = self.kernel.backward(own[0], _at(k, pair.keys), _at(v, pair.keys), *own[1:], seen, is_causal, self.attention.scale)
+                own = [_at(x, pair.queries) for x in rows]
+                own[1:3] = _at(k, pair.keys), _at(v, pair.keys)
+                one = self.kernel.backward(*own, seen, is_causal, self.attention.scale)
                 one = one if pair.is_past is True else Gradients(*(jnp.where(pair.is_past, x, 0) for x in one))
                 numbers = (pair.queries, pair.keys, pair.keys)
                 total = Gradients(*(_with(x, n, _at(x, n) + new) for x, n, new in zip(total, numbers, one, strict=True)))
             return total
 
-        own = (k, v, list(travelling))
+        own = (jnp.stack([k, v]), list(travelling))
         if self.is_ring:
 
             def run(state: Any, step: Any, keys: Any, pairs: list[_Pair]) -> Any:
                 by_q, by_keys = state
-                moved = self._moved(by_keys) if by_keys is not None else None
+                # The gradients of keys travel while these are multiplied.
+                moved = None if by_keys is None else self._moved(by_keys)
                 new = gradients(step, keys, pairs)
-                by_keys = new[1:] if moved is None else tuple(map(jnp.add, moved, new[1:]))
-                return by_q + new.q, by_keys
+                added = jnp.stack(new[1:])
+                return by_q + new.q, added if moved is None else moved + added
 
             by_q, by_keys = self._walked((jnp.zeros(q.shape, jnp.float32), None), own, run)
             return Gradients(by_q, *(self._moved(by_keys, -self.steps) if self.steps else by_keys))
@@ -225,17 +229,15 @@ class Device:
 
         def step(by_q: jax.Array, arrived: Any) -> tuple[jax.Array, Any]:
             new = gradients(arrived[0], arrived[1], self._later(arrived[0]))
-            return by_q + new.q, (new.k.astype(own[0].dtype), new.v.astype(own[1].dtype))
+            return by_q + new.q, jnp.stack(new[1:]).astype(own[0].dtype)
 
-        later = jax.tree.map(lambda x: x[1:], self._arrivals(own))
+        later = _each(self._arrivals(own), lambda x: x[1:])
         by_q, by_keys = jax.lax.scan(step, first.q, (jnp.arange(1, self.steps + 1), later))
         back = (jax.lax.axis_index(self.axis) - jnp.arange(self.num)) % self.num
-        sums: list[jax.Array] = []
-        for mine, others in zip(first[1:], by_keys, strict=True):
-            every = jnp.concatenate([mine[None].astype(others.dtype), others])
-            every = jnp.pad(every, [(0, self.num - 1 - self.steps), *[(0, 0)] * (every.ndim - 1)])
-            sums.append(jax.lax.psum_scatter(every[back], self.axis))
-        return Gradients(by_q, *sums)
+        every = jnp.concatenate([jnp.stack(first[1:])[None].astype(by_keys.dtype), by_keys])
+        every = jnp.pad(every, [(0, self.num - 1 - self.steps), *[(0, 0)] * (every.ndim - 1)])
+        by_k, by_v = cast(jax.Array, jax.lax.psum_scatter(every[back], self.axis))
+        return Gradients(by_q, by_k, by_v)
 
 
 def steps_of(attention: Attention, num: int, part: int, *, is_zigzag: bool) -> int:
@@ -245,9 +247,13 @@ def steps_of(attention: Attention, num: int, part: int, *, is_zigzag: bool) -> i
     return min(num - 1, -(-(attention.window - 1) // part))
 
 
+def _each(tree: Any, fn: Callable[[jax.Array], jax.Array]) -> Any:
+    return jax.tree.map(fn, tree)
+
+
 def _at(x: jax.Array, number: Any) -> jax.Array:
-    return x[number] if isinstance(number, int) else jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False)
+    return x[number] if isinstance(number, int) else cast(jax.Array, jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False))
 
 
 def _with(x: jax.Array, number: Any, new: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_index_in_dim(x, new, number, 0)
+    return cast(jax.Array, jax.lax.dynamic_update_index_in_dim(x, new, number, 0))

@@ -12,6 +12,7 @@ each device gets its part.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,7 +27,7 @@ from jgt.program.parts import Flat
 
 Label = Literal["batch", "queries", "keys"] | None
 Labels = tuple[Label, ...]
-"""What each dim of an array counts; None for anything else."""
+"""The labels say what the dims of an array count; None stands for anything else."""
 
 _LEAST = -1e4
 """Models add a number below this one to the scores of keys that a query does not see."""
@@ -130,10 +131,10 @@ class Pairs:
             found.append((queries[:, None] >= keys[None])[None])
         if self.window is not None:
             found.append((queries[:, None] - keys[None] < self.window)[None])
-        total = found[0] if found else None
-        for one in found[1:]:
-            total = total & one
-        return None if total is None else jnp.broadcast_to(total, (total.shape[0], queries.shape[0], keys.shape[0]))
+        if not found:
+            return None
+        total = functools.reduce(jnp.logical_and, found)
+        return jnp.broadcast_to(total, (total.shape[0], queries.shape[0], keys.shape[0]))
 
 
 class UnreadableError(Exception):

@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.replacements.context.blocks import XLA, Kernel
-from jgt.replacements.context.device import Device, exchanged, steps_of, zigzag
+from jgt.replacements.context.device import Device, Rows, exchanged, steps_of, zigzag
 from jgt.replacements.context.proof import Attention
 from jgt.replacements.device_plan import DevicePlan, SentBytes, run_on_devices
 
@@ -110,7 +110,7 @@ class _Direction(DevicePlan):
         )
 
     def _others(self, device: Device, others: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
-        """What the pairs need, in parts: what stays with the queries and what travels with the keys."""
+        """The operands of the pairs, in parts: those that stay with the queries, and those that travel with the keys."""
         staying: list[jax.Array] = []
         travelling: list[jax.Array] = []
         for x, one in zip(others, self.split.attention.pairs.operands, strict=True):
@@ -119,7 +119,7 @@ class _Direction(DevicePlan):
         return staying, travelling
 
     def _whole(self, others: Sequence[jax.Array]) -> list[jax.Array]:
-        """What the pairs need, of the whole sequence."""
+        """The operands of the pairs for the whole sequence."""
         operands, axis = self.split.attention.pairs.operands, self.split.axis
         return [
             x if one.rows is None else jax.lax.all_gather(x, axis, axis=one.rows, tiled=True)
@@ -151,7 +151,8 @@ class _Direction(DevicePlan):
 
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """What a direction sends. keys: k and v; exchanged: what changes its order or its heads; wide: the bytes of their gradients in f32."""
+    """A direction sends these. keys: k and v; exchanged: arrays that change their order or their heads; wide: the bytes of the gradients of
+    keys and values in f32."""
 
     keys: Sequence[jx.Atom]
     exchanged: Sequence[jx.Atom]
@@ -192,7 +193,8 @@ class Forward(_Direction):
         device = self._device(q.shape[1])
         if split.is_zigzag:
             q, k, v = (exchanged(x, split.axis, 1) for x in (q, k, v))
-        block = device.forward(*(device.parted(x) for x in (q, k, v)), *self._others(device, others))
+        staying, travelling = self._others(device, others)
+        block = device.forward(device.parted(q), device.parted(k), device.parted(v), staying, travelling)
         inner = device.joined(block.out).astype(q.dtype)
         out = exchanged(inner, split.axis, 1, is_back=True) if split.is_zigzag else inner
         kept = [device.joined(block.lse, 2), *([q, k, v, inner] if split.is_zigzag else [])]
@@ -237,8 +239,10 @@ class Backward(_Direction):
             return [self._of_heads(g.astype(x.dtype), is_back=True) for g, x in zip(grads, (q, k, v), strict=True)]
         device = self._device(q.shape[1])
         cotangent = exchanged(cotangent, split.axis, 1) if split.is_zigzag else cotangent
-        rows = [device.parted(x) for x in (q, k, v, out)]
-        grads = device.backward(*rows, device.parted(lse, 2), device.parted(cotangent), *self._others(device, others))
+        staying, travelling = self._others(device, others)
+        q_rows, k_rows, v_rows, out_rows = (device.parted(x) for x in (q, k, v, out))
+        rows = Rows(q_rows, k_rows, v_rows, out_rows, device.parted(lse, 2), device.parted(cotangent))
+        grads = device.backward(rows, staying, travelling)
         joined = [device.joined(g).astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)]
         return [exchanged(x, split.axis, 1, is_back=True) for x in joined] if split.is_zigzag else joined
 

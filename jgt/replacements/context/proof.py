@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +156,8 @@ class _Region:
         @jax.jit
         def both(q: Any, k: Any, v: Any, scale: float, values: list[Any]) -> tuple[jax.Array, jax.Array]:
             known = dict(zip(walk.operands, values, strict=True))
-            seen = pairs.seen(positions, positions, [self._of_positions(known[one], one, positions) for one in pairs.operands])
+            at = jnp.asarray(positions)
+            seen = pairs.seen(at, at, [self._of_positions(known[one], one, positions) for one in pairs.operands])
             return walk.run(q, k, v, positions, known.__getitem__), XLA.forward(q, k, v, seen, False, scale).out
 
         drawn = [[self._draw(one, positions, seed) for one in walk.operands] for seed in range(3)]
@@ -209,7 +210,8 @@ class _Region:
         """is_causal, is_plain and window, see `Attention`."""
         positions = self._positions(_SAMPLE)
         later = positions[:, None] < positions
-        run = jax.jit(lambda values: pairs.seen(positions, positions, values))
+        at = jnp.asarray(positions)
+        run = jax.jit(lambda values: pairs.seen(at, at, values))
         is_causal, is_plain = True, not pairs.operands
         for seed in (1, 2):
             found = run([self._of_positions(self._draw(one, positions, seed), one, positions) for one in pairs.operands])
@@ -263,7 +265,7 @@ class _Walk:
         for equation in self.flat.eqns:
             if any(jx.is_var(a) and a in self._known for a in equation.invars):
                 self._run(equation, reader)
-        out, labels = self._known.get(self.flat.outvars[0], (None, ()))
+        out, labels = self._known.get(cast(Var, self.flat.outvars[0]), (None, ()))
         if labels != rows[0]:
             raise UnreadableError("its result is not [b, s, heads, size], one row for each query")
         return out
@@ -327,7 +329,7 @@ class _Walk:
 
     def _fused(self, equation: Equation, reader: Reader) -> tuple[Any, Labels]:
         scale, is_causal, window = cudnn.options(equation)
-        q, k, v = (self._known[a] for a in equation.invars[:3])
+        q, k, v = (self._known[cast(Var, a)] for a in equation.invars[:3])
         self.is_fused, self.fused_mask, seen = True, (is_causal, window), None
         if equation.params["variadic_args"][0]:
             shape = jx.shape_of(equation.invars[3])
@@ -337,10 +339,9 @@ class _Walk:
             self.conditions[condition] = None
             seen = condition.holds(_wide(reader.value(equation.invars[3], labels)))
         at = reader.queries
-        within = (at[:, None] >= at if is_causal else jnp.ones((len(at), len(at)), bool)) & (
-            at[:, None] - at < (window or jnp.iinfo(jnp.int32).max)
-        )
-        seen = within[None] if seen is None else within & seen
+        distance = at[:, None] - at[None]
+        within = (distance < (window or jnp.iinfo(jnp.int32).max)) & ((distance >= 0) | (not is_causal))
+        seen = within[None] if seen is None else within[None] & seen
         seen = jnp.broadcast_to(seen, (seen.shape[0], len(at), len(at)))
         return XLA.forward(q[0], k[0], v[0], seen, False, scale).out, q[1]
 

@@ -69,7 +69,7 @@ GRID = [
     for method, order in (("ring", None), ("ring", "plain"), ("gather", None), ("gather", "zigzag"), ("ulysses", None))
     if not (order == "zigzag" and kind == "full") and not (method == "ulysses" and n == 8)
 ]
-QUICK = {("ring", None, "causal", 4), ("gather", None, "window", 2), ("ulysses", None, "packed", 4)}
+QUICK = {("ring", None, "causal", 4), ("ulysses", None, "packed", 4)}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_layers_in_stages(method, schedule):
     assert differences(fn, rules(method), mesh, params, batch, pipeline=pipeline) < 2e-6
 
 
-@pytest.mark.parametrize("method", ["ring", pytest.param("ulysses", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", [pytest.param("ring", marks=pytest.mark.slow), "ulysses"])
 def test_heads_that_another_axis_splits(method):
     fn, params, batch = make_loss("packed")
     given = rules(method)
@@ -116,7 +116,7 @@ FORMULAS = {
 
 
 @pytest.mark.parametrize(
-    ("method", "order"), [pytest.param(*one, marks=[] if one == ("ring", "zigzag") else pytest.mark.slow) for one in FORMULAS]
+    ("method", "order"), [pytest.param(*one, marks=[] if one == ("ulysses", None) else pytest.mark.slow) for one in FORMULAS]
 )
 def test_each_method_sends_the_bytes_of_its_formula(method, order):
     # In a loop over layers, because XLA would merge what the backward pass of one layer sends with what its forward pass has sent.

@@ -27,6 +27,7 @@ MESHES = {
     "overlap": "{data: 1, fsdp: 2, tensor: 4}",
     "pipeline": "{data: 2, fsdp: 1, stage: 2, tensor: 2}",
     "pipeline_sequence": "{data: 1, fsdp: 2, stage: 2, tensor: 2}",
+    "context": "{data: 2, fsdp: 1, seq: 4, tensor: 1}",
     "experts": "{data: 2, fsdp: 1, expert: 4}",
 }
 MODELS = {"experts": ("model.experts={count: 8, ffn: 32, shared: 1}",)}

@@ -23,6 +23,7 @@ RULES = {
     "fsdp_sequence": "{data: 2, fsdp: 2, tensor: 2}",
     "overlap": "{data: 2, fsdp: 2, tensor: 2}",
     "pipeline": "{data: 2, fsdp: 1, stage: 2, tensor: 2}",
+    "context": "{data: 1, fsdp: 2, seq: 2, tensor: 2}",
     "pipeline_sequence": "{data: 1, fsdp: 2, stage: 2, tensor: 2}",
 }
 STAGES = "pipeline={signal: layers, schedule: 1f1b, microbatches: 4}"
