@@ -52,7 +52,7 @@ SECTIONS = {name: type(value) for name, value in vars(Config()).items() if datac
 SHIPPED = sorted((ROOT / "configs/rules").glob("*.yaml"))
 PIPELINE, PLAN, RELIABILITY = ROOT / "docs/pipeline.md", ROOT / "docs/plan.md", ROOT / "docs/reliability.md"
 NOTEBOOK, OWN, SCALING = ROOT / "docs/notebook.md", ROOT / "docs/own.md", ROOT / "docs/scaling.md"
-HOOKS, EXPERTS = ROOT / "docs/hooks.md", ROOT / "docs/experts.md"
+HOOKS, EXPERTS, CONTEXT = ROOT / "docs/hooks.md", ROOT / "docs/experts.md", ROOT / "docs/context.md"
 WEIGHTS, PUBLISHED = ROOT / "docs/weights.md", ROOT / "docs/published.md"
 needs_plan_gpu = pytest.mark.skipif(
     jax.__version__ != "0.10.2" or not find_spec("jax_cuda13_plugin"), reason="shown for this version, with the extra plan-gpu"
@@ -140,7 +140,17 @@ def test_the_python_page_has_every_public_name():
 
 def test_no_python_stands_elsewhere():
     """Each page with Python has a test that runs it."""
-    assert {page for page in PAGES if blocks(page, "python")} == {README, PYTHON, NOTEBOOK, OWN, HOOKS, EXPERTS, WEIGHTS, PUBLISHED}
+    assert {page for page in PAGES if blocks(page, "python")} == {
+        README,
+        PYTHON,
+        NOTEBOOK,
+        OWN,
+        HOOKS,
+        EXPERTS,
+        CONTEXT,
+        WEIGHTS,
+        PUBLISHED,
+    }
 
 
 def test_the_model_that_names_its_tensors():
@@ -238,6 +248,23 @@ def test_the_stream_of_web_text_of_the_page_trains_a_decoder(tmp_path, monkeypat
     run["model"] = {"layers": 1, "embed": 32, "heads": 2, "ffn": 64, "seq": 16}
     first, second, evaluation = jgt.run(run, ["train.steps=2", "train.batch=8"]).metrics
     assert second["loss"] < first["loss"] and evaluation["eval_loss"] > 0
+
+
+def test_the_rules_and_the_names_of_the_page_on_long_sequences():
+    (rules,) = blocks(CONTEXT, "yaml")
+    q = jax.random.normal(jax.random.key(0), (2, 64, 4, 8))
+
+    def attend(scale, q):
+        names = {"jax": jax, "jgt": jgt, "q": scale * q, "k": q, "v": q}
+        with jgt.signal.context("layers"):
+            exec(*blocks(CONTEXT, "python"), names)
+            return names["heads"] * 1.0
+
+    given = document.parse(rules, "rules.md").plain()
+    given |= {"axes": {"batch": ["data"]}, "default": "replicate"}
+    del given["signals"]["layers/*"]
+    sharded = jgt.shard(attend, given, jgt.make_mesh({"data": 2, "seq": 4}))
+    np.testing.assert_allclose(jax.jit(sharded)(2.0, q), attend(2.0, q), atol=1e-6)
 
 
 @pytest.mark.slow

@@ -7,12 +7,12 @@ comes in as an argument.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jgt.replacements.context.context import Context
 from jgt.replacements.experts.experts import Experts
 from jgt.replacements.gradients import SummedGradients
 from jgt.replacements.overlap import Overlap
@@ -33,7 +33,9 @@ def replacements_of(rules: Rules, *, wide_gradients: bool = False, reverse_mode:
     has_overlap, has_context = (any(getattr(rule, key) is not None for rule in rules.signals) for key in ("overlap", "context"))
     # A model may call experts although no rule is about them.
     gradients = SummedGradients(rules, is_wide=wide_gradients, is_reverse=reverse_mode)
-    return [gradients, Experts(rules), *([Context(rules)] if has_context else []), *([Overlap(rules)] if has_overlap else [])]
+    # Only calls with such a rule load that room.
+    context = [importlib.import_module("jgt.replacements.context.context").Context(rules)] if has_context else []
+    return [gradients, Experts(rules), *context, *([Overlap(rules)] if has_overlap else [])]
 
 
 @overload

@@ -37,7 +37,9 @@ def test_rules_by_name(name, tmp_path, monkeypatch):
     assert jgt.load_rules(f"jgt:{name}") == expected
     (tmp_path / "own.yaml").write_text(f"extends: jgt:rules/{name}\n")
     assert jgt.load_rules("own.yaml") == expected
-    (tmp_path / "run.yaml").write_text(f"mesh: {{replica: 1, data: 1, fsdp: 1, stage: 1, tensor: 1, expert: 1}}\nrules: jgt:{name}\n")
+    (tmp_path / "run.yaml").write_text(
+        f"mesh: {{replica: 1, data: 1, fsdp: 1, stage: 1, tensor: 1, expert: 1, seq: 1}}\nrules: jgt:{name}\n"
+    )
     assert load("run.yaml").rules == expected
 
 

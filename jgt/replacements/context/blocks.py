@@ -2,7 +2,7 @@
 
 The softmax of a query over all keys needs no array of all scores. A *block* is the attention of some queries to some of the keys: its
 output, and the log-sum-exp of its scores. Two blocks of the same queries make one (`merged`), because the weights of each block are off
-by one factor that the log-sum-exps know. Backward a block needs the log-sum-exp of all keys, and then no other block (FlashAttention,
+by one factor that the log-sum-exps know. Backward, a block needs the log-sum-exp of all keys, and then no other block (FlashAttention,
 arXiv 2205.14135; Ring Attention, arXiv 2310.01889).
 
 A block that no key is left in has the log-sum-exp `NOTHING` and weights of zero; with minus infinity, its gradients would be NaN.
@@ -40,7 +40,7 @@ class Block(NamedTuple):
         return Block(share(mine) * self.out + share(others) * other.out, top + jnp.log(total))
 
 
-class Gradients(NamedTuple):
+class BlockGradients(NamedTuple):
     """The gradients of a block: q f32[b, c, n, h], k and v f32[b, d, k, h]."""
 
     q: jax.Array
@@ -49,16 +49,16 @@ class Gradients(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernel:
+class BlockKernel:
     """How a device computes blocks.
 
-    forward(q, k, v, seen, is_causal, scale) → Block. backward(q, k, v, out, lse, cotangent, seen, is_causal, scale) → Gradients, where
+    forward(q, k, v, seen, is_causal, scale) → Block. backward(q, k, v, out, lse, cotangent, seen, is_causal, scale) → BlockGradients, where
     out and lse are those of all keys. seen: bool[b or 1, c, d], which keys a query sees; None: all, or with is_causal those up to its own.
     """
 
     name: str
     forward: Callable[..., Block]
-    backward: Callable[..., Gradients]
+    backward: Callable[..., BlockGradients]
 
 
 def _seen(seen: jax.Array | None, is_causal: bool, queries: int, keys: int) -> jax.Array | None:
@@ -102,7 +102,7 @@ def _backward(
     seen: jax.Array | None,
     is_causal: bool,
     scale: float,
-) -> Gradients:
+) -> BlockGradients:
     (b, c, _, _), heads, mask = q.shape, k.shape[2], _seen(seen, is_causal, q.shape[1], k.shape[1])
     queries, behind = _grouped(q, heads), _grouped(cotangent, heads)
     weights = jnp.exp(_scores(queries, k, scale) - lse.reshape(b, heads, -1, c)[..., None])
@@ -111,11 +111,11 @@ def _backward(
     # The sum of weights times their cotangents, which is one number for each query.
     mean = jnp.sum(behind.astype(jnp.float32) * _grouped(out, heads).astype(jnp.float32), -1)
     by_scores = (weights * (by_weights - jnp.moveaxis(mean, 1, 3)[..., None]) * scale).astype(q.dtype)
-    return Gradients(
+    return BlockGradients(
         q=jnp.einsum("bkgcd,bdkh->bckgh", by_scores, k, preferred_element_type=jnp.float32).reshape(q.shape),
         k=jnp.einsum("bkgcd,bckgh->bdkh", by_scores, queries, preferred_element_type=jnp.float32),
         v=jnp.einsum("bkgcd,bckgh->bdkh", weights.astype(v.dtype), behind, preferred_element_type=jnp.float32),
     )
 
 
-XLA = Kernel(name="XLA's program", forward=_forward, backward=_backward)
+XLA_BLOCKS = BlockKernel(name="XLA's program", forward=_forward, backward=_backward)

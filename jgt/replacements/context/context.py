@@ -24,11 +24,11 @@ from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, num_parts, show_dims
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.places import Place, manual_mesh, mesh_around, place_of
-from jgt.replacements.context.blocks import XLA, Kernel
-from jgt.replacements.context.cudnn import CUDNN, obstacle
+from jgt.replacements.context.blocks import XLA_BLOCKS, BlockKernel
+from jgt.replacements.context.cudnn import CUDNN_BLOCKS, obstacle
 from jgt.replacements.context.pairs import UnreadableError
-from jgt.replacements.context.plans import Split, attend
-from jgt.replacements.context.proof import Attention, attention_of
+from jgt.replacements.context.plans import SequenceSplit, attend
+from jgt.replacements.context.proof import Attention, attention_in
 from jgt.replacements.proof import equations_for
 from jgt.replacements.replacement import Replaced, Site
 from jgt.rules import ContextRule, Match, Rules, match_context, match_tensor
@@ -101,14 +101,14 @@ class Context:
         if wrong:
             return program, wrong
         try:
-            attention = attention_of(jx.program_of(program, region.operands, region.eqns, [region.result]))
+            attention = attention_in(jx.program_of(program, region.operands, region.eqns, [region.result]))
         except UnreadableError as error:
             line = next((line for line in map(jx.line_of, reversed(region.eqns)) if line), "the attention")
             return program, [f"{rule.where}: context: {line} is not attention that can be split along the sequence: {error}"]
         wrong = list(_order_problems(rule, attention, jx.shape_of(region.rows[0])[1], sizes))
         if wrong:
             return program, wrong
-        split = Split(
+        split = SequenceSplit(
             attention=attention,
             method=rule.method,
             axis=rule.axis,
@@ -219,11 +219,11 @@ def _order_problems(rule: ContextRule, attention: Attention, length: int, sizes:
         yield f"{_length(rule, length, sizes[rule.axis], is_twice=True)}, or write order: plain"
 
 
-def _kernel(attention: Attention, region: _Region, mesh: Mesh | AbstractMesh) -> Kernel:
+def _kernel(attention: Attention, region: _Region, mesh: Mesh | AbstractMesh) -> BlockKernel:
     """cuDNN's where the model calls it, or where its devices have it."""
     device: Any = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
     q, k = (jx.struct_of(var) for var in region.rows[:2])
-    return CUDNN if attention.is_fused or not obstacle(q, k, device) else XLA
+    return CUDNN_BLOCKS if attention.is_fused or not obstacle(q, k, device) else XLA_BLOCKS
 
 
 def _made_inside(program: Program, attention: Attention) -> list[Equation]:

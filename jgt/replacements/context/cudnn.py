@@ -18,7 +18,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from jgt.program.jaxpr import Equation
 from jgt.program.kernels import CUDNN as NAMES
-from jgt.replacements.context.blocks import Block, Gradients, Kernel
+from jgt.replacements.context.blocks import Block, BlockGradients, BlockKernel
 
 _NUM_OTHERS = 6
 """Lengths, offsets and pages, which stay empty."""
@@ -92,10 +92,10 @@ def _backward(
     seen: Any,
     is_causal: bool,
     scale: float,
-) -> Gradients:
+) -> BlockGradients:
     run = cudnn._dot_product_attention_bwd_p_wrapper
     grads = run.bind(*_operands(q, k, v, seen), lse, out.astype(q.dtype), cotangent, **_options(seen, is_causal, scale))
-    return Gradients(*(x.astype(jnp.float32) for x in grads[:3]))
+    return BlockGradients(*(x.astype(jnp.float32) for x in grads[:3]))
 
 
-CUDNN = Kernel(name="cuDNN's kernel", forward=_forward, backward=_backward)
+CUDNN_BLOCKS = BlockKernel(name="cuDNN's kernel", forward=_forward, backward=_backward)

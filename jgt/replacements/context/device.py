@@ -4,7 +4,7 @@ A device works on *parts* of the sequence: on the one that it has, or on two in 
 2n, so that under a causal mask all devices have equal work: in each step after the first, two whole blocks of the four, without a branch.
 Which two follows from whether the keys come from a device before or behind.
 
-Keys and values *arrive*: around a ring, a part in each step, or all at once, and the steps take them from there. Backward their gradients
+Keys and values *arrive*: around a ring, a part in each step, or all at once, and the steps take them from there. Backward, their gradients
 follow them in f32: around the ring with the keys and home at the end, or all at once in a reduce-scatter.
 
 b batch, c positions of a part, n query heads, k key/value heads, h head size, p parts of a device.
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from jgt.replacements.context.blocks import NOTHING, Block, Gradients, Kernel
+from jgt.replacements.context.blocks import NOTHING, Block, BlockGradients, BlockKernel
 from jgt.replacements.context.proof import Attention
 
 
@@ -59,7 +59,7 @@ class _Pair:
     is_past: Any = True
 
 
-class Rows(NamedTuple):
+class KeptRows(NamedTuple):
     """The rows of a device that its backward pass reads, [p, ...], as `Kernel.backward` takes them."""
 
     q: jax.Array
@@ -71,11 +71,11 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class RowsDevice:
     """A device of an axis, whose arrays are divided into parts: [p, b, c, ...]. part: the positions of a part."""
 
     attention: Attention
-    kernel: Kernel
+    kernel: BlockKernel
     axis: str
     is_zigzag: bool
     is_ring: bool
@@ -189,22 +189,22 @@ class Device:
         empty = Block(jnp.zeros(q.shape, jnp.float32), jnp.full((*q.shape[:2], q.shape[3], q.shape[2]), NOTHING))
         return self._walked(empty, (jnp.stack([k, v]), list(travelling)), run)
 
-    def backward(self, rows: Rows, staying: Sequence[Any], travelling: Sequence[Any]) -> Gradients:
+    def backward(self, rows: KeptRows, staying: Sequence[Any], travelling: Sequence[Any]) -> BlockGradients:
         """The gradients of a device's q, k and v, [p, ...]."""
         q, k, v, *_ = rows
 
-        def gradients(step: Any, keys: Any, pairs: list[_Pair]) -> Gradients:
+        def gradients(step: Any, keys: Any, pairs: list[_Pair]) -> BlockGradients:
             (k, v), travelling = keys
-            total = Gradients(*(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)))
+            total = BlockGradients(*(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)))
             for pair in pairs:
                 seen = self._seen(pair, step, staying, travelling)
                 is_causal = self.attention.is_causal and pair.is_same and seen is None
                 own = [_at(x, pair.queries) for x in rows]
                 own[1:3] = _at(k, pair.keys), _at(v, pair.keys)
                 one = self.kernel.backward(*own, seen, is_causal, self.attention.scale)
-                one = one if pair.is_past is True else Gradients(*(jnp.where(pair.is_past, x, 0) for x in one))
+                one = one if pair.is_past is True else BlockGradients(*(jnp.where(pair.is_past, x, 0) for x in one))
                 numbers = (pair.queries, pair.keys, pair.keys)
-                total = Gradients(*(_with(x, n, _at(x, n) + new) for x, n, new in zip(total, numbers, one, strict=True)))
+                total = BlockGradients(*(_with(x, n, _at(x, n) + new) for x, n, new in zip(total, numbers, one, strict=True)))
             return total
 
         own = (jnp.stack([k, v]), list(travelling))
@@ -219,10 +219,10 @@ class Device:
                 return by_q + new.q, added if moved is None else moved + added
 
             by_q, by_keys = self._walked((jnp.zeros(q.shape, jnp.float32), None), own, run)
-            return Gradients(by_q, *(self._moved(by_keys, -self.steps) if self.steps else by_keys))
+            return BlockGradients(by_q, *(self._moved(by_keys, -self.steps) if self.steps else by_keys))
         return self._gathered(q, own, gradients)
 
-    def _gathered(self, q: jax.Array, own: Any, gradients: Callable[..., Gradients]) -> Gradients:
+    def _gathered(self, q: jax.Array, own: Any, gradients: Callable[..., BlockGradients]) -> BlockGradients:
         first = gradients(0, own, self._first())
         if not self.steps:
             return first
@@ -237,7 +237,7 @@ class Device:
         every = jnp.concatenate([jnp.stack(first[1:])[None].astype(by_keys.dtype), by_keys])
         every = jnp.pad(every, [(0, self.num - 1 - self.steps), *[(0, 0)] * (every.ndim - 1)])
         by_k, by_v = cast(jax.Array, jax.lax.psum_scatter(every[back], self.axis))
-        return Gradients(by_q, by_k, by_v)
+        return BlockGradients(by_q, by_k, by_v)
 
 
 def steps_of(attention: Attention, num: int, part: int, *, is_zigzag: bool) -> int:

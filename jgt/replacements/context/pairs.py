@@ -4,7 +4,7 @@
 A model says it with an array bool[..., s, s] that it makes of positions (`arange`), of documents and of windows. No device of a long
 sequence could hold that array. But each of its entries follows from one query and one key, so the same equations also compute the entries
 of some queries and some keys: where an equation makes `arange(s)` along the dim of the queries, the positions of these queries take its
-place. `Pairs.seen` runs the equations in this way, from the last one back to their operands.
+place. `SeenPairs.seen` runs the equations in this way, from the last one back to their operands.
 
 What an equation of another kind makes (the documents of a row, say, by a sum along it) is an operand: the program computes it outside, and
 each device gets its part.
@@ -25,15 +25,15 @@ from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Var
 from jgt.program.parts import Flat
 
-Label = Literal["batch", "queries", "keys"] | None
-Labels = tuple[Label, ...]
+DimLabel = Literal["batch", "queries", "keys"] | None
+Labels = tuple[DimLabel, ...]
 """The labels say what the dims of an array count; None stands for anything else."""
 
 _LEAST = -1e4
 """Models add a number below this one to the scores of keys that a query does not see."""
 
 
-def labels_of(atom: Atom, labels: Sequence[Label]) -> Labels:
+def labels_of(atom: Atom, labels: Sequence[DimLabel]) -> Labels:
     """The labels of an operand of an elementwise equation, from those of the result."""
     return tuple(label if size > 1 else None for label, size in zip(labels, jx.shape_of(atom), strict=False))
 
@@ -46,7 +46,7 @@ class Operand:
     labels: Labels
 
     @property
-    def dims(self) -> list[tuple[int, Label]]:
+    def dims(self) -> list[tuple[int, DimLabel]]:
         """The size of each dim in the traced program, and what it counts."""
         return list(zip(jx.shape_of(self.var), self.labels, strict=True))
 
@@ -87,7 +87,7 @@ class Condition:
 
 
 @dataclass(frozen=True, eq=False)
-class Pairs:
+class SeenPairs:
     """The conditions that all have to hold for a query to see a key.
 
     source: where their values come from. is_causal, window: conditions that a kernel brings along, without equations.
@@ -180,7 +180,7 @@ class Reader:
         made = None if run is None else run(self, equation, labels)
         return self.read(Operand(var, labels)) if made is None else made
 
-    def _positions(self, label: Label) -> jax.Array | None:
+    def _positions(self, label: DimLabel) -> jax.Array | None:
         return self.queries if label == "queries" else self.keys if label == "keys" else None
 
     def _constant(self, var: Var, labels: Labels) -> jax.Array:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +26,15 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
-from jgt.replacements.context.blocks import XLA, Kernel
-from jgt.replacements.context.device import Device, Rows, exchanged, steps_of, zigzag
+from jgt.replacements.context.blocks import XLA_BLOCKS, BlockKernel
+from jgt.replacements.context.device import KeptRows, RowsDevice, exchanged, steps_of, zigzag
 from jgt.replacements.context.proof import Attention
 from jgt.replacements.device_plan import DevicePlan, SentBytes, run_on_devices
-
-Method = Literal["gather", "ring", "ulysses"]
+from jgt.rules.rules import Method
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class SequenceSplit:
     """How a sequence is split, and how attention to it is computed.
 
     num: the number of devices of the axis. batch, heads: the mesh axes of these dims. is_zigzag: whether devices compute in zigzag order.
@@ -48,7 +47,7 @@ class Split:
     batch: tuple[str, ...]
     heads: tuple[str, ...]
     is_zigzag: bool
-    kernel: Kernel
+    kernel: BlockKernel
 
     @property
     def rows(self) -> Dims:
@@ -84,7 +83,7 @@ class Split:
         return frozenset((*self.batch, self.axis, *self.heads))
 
 
-def ordered(x: jax.Array, split: Split, dim: int, *, is_back: bool = False) -> jax.Array:
+def ordered(x: jax.Array, split: SequenceSplit, dim: int, *, is_back: bool = False) -> jax.Array:
     """A whole sequence in the order in which the devices keep it, or with `is_back` in its own again."""
     return zigzag(x, split.num, dim, is_back=is_back) if split.is_zigzag else x
 
@@ -93,14 +92,14 @@ def ordered(x: jax.Array, split: Split, dim: int, *, is_back: bool = False) -> j
 class _Direction(DevicePlan):
     """The common part of both directions."""
 
-    split: Split
+    split: SequenceSplit
 
     def axes(self) -> frozenset[str]:
         return self.split.axes()
 
-    def _device(self, length: int) -> Device:
+    def _device(self, length: int) -> RowsDevice:
         split = self.split
-        return Device(
+        return RowsDevice(
             attention=split.attention,
             kernel=split.kernel,
             axis=split.axis,
@@ -109,7 +108,7 @@ class _Direction(DevicePlan):
             part=length // (2 if split.is_zigzag else 1),
         )
 
-    def _others(self, device: Device, others: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    def _others(self, device: RowsDevice, others: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """The operands of the pairs, in parts: those that stay with the queries, and those that travel with the keys."""
         staying: list[jax.Array] = []
         travelling: list[jax.Array] = []
@@ -161,7 +160,7 @@ class _Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forward(_Direction):
+class ContextForward(_Direction):
     """q, k, v and what the pairs need → out, and, if `keeps`, what the backward pass reads: log-sum-exp [b, n, s], q, k, v, out.
 
     q, k, v and out are there only where they are not those of outside: in zigzag order, or as all rows of some heads.
@@ -172,7 +171,7 @@ class Forward(_Direction):
     def meaning(self, *arrays: jax.Array) -> list[jax.Array]:
         (q, k, v, *others), split = arrays, self.split
         seen = self._seen(q.shape[1], others)
-        block = XLA.forward(q, k, v, seen, split.attention.is_causal and seen is None, split.attention.scale)
+        block = XLA_BLOCKS.forward(q, k, v, seen, split.attention.is_causal and seen is None, split.attention.scale)
         out = block.out.astype(q.dtype)
         kept = [block.lse, *([q, k, v, out] if split.has_own_order else [])]
         return [out, *([ordered(x, split, 2 if n == 0 else 1) for n, x in enumerate(kept)] if self.keeps else [])]
@@ -205,7 +204,7 @@ class Forward(_Direction):
         of = _Sizes(keys=(k, v), exchanged=(q, k, v, equation.outvars[0]))
         return self._sent(sizes, bytes_of, jx.shape_of(q)[1], of)
 
-    def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[Forward | None, list[int]]:
+    def pruned(self, used: Sequence[bool], num_operands: int) -> tuple[ContextForward | None, list[int]]:
         if not any(used):
             return None, []
         is_first = used[0] and not any(used[1:])
@@ -213,8 +212,8 @@ class Forward(_Direction):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backward(_Direction):
-    """q, k, v, out, log-sum-exp as `Forward` keeps them, the cotangent of out, and what the pairs need → gradients of q, k and v."""
+class ContextBackward(_Direction):
+    """q, k, v, out, log-sum-exp as `ContextForward` keeps them, the cotangent of out, and what the pairs need → gradients of q, k and v."""
 
     def meaning(self, *arrays: jax.Array) -> list[jax.Array]:
         (*kept, lse, cotangent), others = arrays[:6], arrays[6:]
@@ -223,7 +222,7 @@ class Backward(_Direction):
         seen = self._seen(q.shape[1], others)
         lse = ordered(lse, split, 2, is_back=True)
         is_causal = split.attention.is_causal and seen is None
-        grads = XLA.backward(q, k, v, out, lse, cotangent, seen, is_causal, split.attention.scale)
+        grads = XLA_BLOCKS.backward(q, k, v, out, lse, cotangent, seen, is_causal, split.attention.scale)
         return [g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)]
 
     def layout(self, num_operands: int) -> tuple[list[Dims], list[Dims]]:
@@ -241,7 +240,7 @@ class Backward(_Direction):
         cotangent = exchanged(cotangent, split.axis, 1) if split.is_zigzag else cotangent
         staying, travelling = self._others(device, others)
         q_rows, k_rows, v_rows, out_rows = (device.parted(x) for x in (q, k, v, out))
-        rows = Rows(q_rows, k_rows, v_rows, out_rows, device.parted(lse, 2), device.parted(cotangent))
+        rows = KeptRows(q_rows, k_rows, v_rows, out_rows, device.parted(lse, 2), device.parted(cotangent))
         grads = device.backward(rows, staying, travelling)
         joined = [device.joined(g).astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)]
         return [exchanged(x, split.axis, 1, is_back=True) for x in joined] if split.is_zigzag else joined
@@ -253,19 +252,19 @@ class Backward(_Direction):
         return self._sent(sizes, bytes_of, jx.shape_of(q)[1], of)
 
 
-def attend(split: Split, mesh: Mesh | AbstractMesh, q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> jax.Array:
+def attend(split: SequenceSplit, mesh: Mesh | AbstractMesh, q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> jax.Array:
     """The heads [b, s, n, h] of q [b, s, n, h] and k, v [b, s, k, h], split over the mesh. others: the operands of the pairs."""
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> jax.Array:
-        return run_on_devices(Forward(split=split, keeps=False), mesh, q, k, v, *others)[0]
+        return run_on_devices(ContextForward(split=split, keeps=False), mesh, q, k, v, *others)[0]
 
     def forward(q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> tuple[jax.Array, Any]:
-        out, lse, *own = run_on_devices(Forward(split=split, keeps=True), mesh, q, k, v, *others)
+        out, lse, *own = run_on_devices(ContextForward(split=split, keeps=True), mesh, q, k, v, *others)
         return out, ([*(own or (q, k, v, out)), lse], others)
 
     def backward(residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
         kept, others = residuals
-        grads = run_on_devices(Backward(split=split), mesh, *kept, cotangent, *others)
+        grads = run_on_devices(ContextBackward(split=split), mesh, *kept, cotangent, *others)
         return *grads, *[None] * len(others)
 
     call = cast("jax.custom_vjp[jax.Array]", jax.custom_vjp(run))

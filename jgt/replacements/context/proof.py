@@ -29,8 +29,8 @@ from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Program, Var
 from jgt.program.parts import Flat, flatten
 from jgt.replacements.context import cudnn
-from jgt.replacements.context.blocks import XLA
-from jgt.replacements.context.pairs import Condition, Labels, Operand, Pairs, Reader, Source, UnreadableError, labels_of
+from jgt.replacements.context.blocks import XLA_BLOCKS
+from jgt.replacements.context.pairs import Condition, Labels, Operand, Reader, SeenPairs, Source, UnreadableError, labels_of
 
 _MOST = 48
 """The positions of the comparison."""
@@ -51,7 +51,7 @@ class Attention:
     """
 
     scale: float
-    pairs: Pairs
+    pairs: SeenPairs
     is_causal: bool
     is_plain: bool
     window: int | None
@@ -62,7 +62,7 @@ class Attention:
         return None if self.is_plain else self.pairs.seen(queries, keys, operands)
 
 
-def attention_of(program: Program) -> Attention:
+def attention_in(program: Program) -> Attention:
     """The attention that a program of q, k and v [b, s, heads, h], and of other values that it reads, is.
 
     Raises UnreadableError for anything else.
@@ -84,11 +84,11 @@ class _Region:
     flat: Flat
 
     def attention(self) -> Attention:
-        """See `attention_of`."""
+        """See `attention_in`."""
         with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.default_matmul_precision("highest"):
             walk, text = _Walk(self.flat, self.sizes), str(self.flat.program)
             self._discover(walk)
-            pairs = Pairs(walk.source, tuple(walk.conditions), *walk.fused_mask)
+            pairs = SeenPairs(walk.source, tuple(walk.conditions), *walk.fused_mask)
             if text not in _known:
                 _known[text] = self._scale(walk, pairs), *self._sight(pairs)
             return Attention(*_known[text][:1], pairs, *_known[text][1:], walk.is_fused)
@@ -149,7 +149,7 @@ class _Region:
 
         jax.eval_shape(lambda q, k, v, at: walk.run(q, k, v, at, read), *self._noise(0), positions)
 
-    def _scale(self, walk: _Walk, pairs: Pairs) -> float:
+    def _scale(self, walk: _Walk, pairs: SeenPairs) -> float:
         """The factor of the scores. Raises UnreadableError where the definition with it is something else than the equations."""
         positions, (q, k, v) = self._positions(_MOST), (np.zeros_like(x) for x in self._noise(0))
 
@@ -158,7 +158,7 @@ class _Region:
             known = dict(zip(walk.operands, values, strict=True))
             at = jnp.asarray(positions)
             seen = pairs.seen(at, at, [self._of_positions(known[one], one, positions) for one in pairs.operands])
-            return walk.run(q, k, v, positions, known.__getitem__), XLA.forward(q, k, v, seen, False, scale).out
+            return walk.run(q, k, v, positions, known.__getitem__), XLA_BLOCKS.forward(q, k, v, seen, False, scale).out
 
         drawn = [[self._draw(one, positions, seed) for one in walk.operands] for seed in range(3)]
         k[:, -1, :, 0] = v[:, -1, :, 0] = 1
@@ -198,7 +198,7 @@ class _Region:
         return [value for a, b in itertools.product(known, known) for value in (a * b, a / b, 1 / (a * b))]
 
     def _of_positions(self, x: Any, operand: Operand, positions: np.ndarray[Any, Any]) -> Any:
-        """The value of an operand as `Pairs.seen` takes it: where it has queries and keys, with all keys of the sequence."""
+        """The value of an operand as `SeenPairs.seen` takes it: where it has queries and keys, with all keys of the sequence."""
         if not {"queries", "keys"} <= set(operand.labels):
             return jnp.asarray(x)
         dim = operand.labels.index("keys")
@@ -206,7 +206,7 @@ class _Region:
         shape[dim] = self.shapes[1][1]
         return jnp.zeros(shape, x.dtype).at[(slice(None),) * dim + (positions,)].set(x)
 
-    def _sight(self, pairs: Pairs) -> tuple[bool, bool, int | None]:
+    def _sight(self, pairs: SeenPairs) -> tuple[bool, bool, int | None]:
         """is_causal, is_plain and window, see `Attention`."""
         positions = self._positions(_SAMPLE)
         later = positions[:, None] < positions
@@ -220,7 +220,7 @@ class _Region:
             is_plain &= bool((seen == (~later if is_causal else True)).all())
         return is_causal, is_plain, None if is_plain else self._window(pairs)
 
-    def _window(self, pairs: Pairs) -> int | None:
+    def _window(self, pairs: SeenPairs) -> int | None:
         """The number of positions that each query sees in a row of one document, if that is one number."""
         s = self.shapes[0][1]
         if any(one.rows is None or {"queries", "keys"} <= set(one.labels) for one in pairs.operands):
@@ -343,7 +343,7 @@ class _Walk:
         within = (distance < (window or jnp.iinfo(jnp.int32).max)) & ((distance >= 0) | (not is_causal))
         seen = within[None] if seen is None else within[None] & seen
         seen = jnp.broadcast_to(seen, (seen.shape[0], len(at), len(at)))
-        return XLA.forward(q[0], k[0], v[0], seen, False, scale).out, q[1]
+        return XLA_BLOCKS.forward(q[0], k[0], v[0], seen, False, scale).out, q[1]
 
 
 def _wide(x: Any) -> Any:

@@ -7,7 +7,7 @@ import pytest
 from flax import linen
 
 from jgt.replacements.context.pairs import UnreadableError
-from jgt.replacements.context.proof import attention_of
+from jgt.replacements.context.proof import attention_in
 from train.models.kernels import XLA
 
 S, N, G, H = 96, 4, 2, 8
@@ -15,7 +15,7 @@ S, N, G, H = 96, 4, 2, 8
 
 def found(fn, *more, dtype=jnp.float32, heads=G, seq=S):
     q, k = (jax.ShapeDtypeStruct((2, seq, n, H), dtype) for n in (N, heads))
-    return attention_of(jax.make_jaxpr(fn)(q, k, k, *more))
+    return attention_in(jax.make_jaxpr(fn)(q, k, k, *more))
 
 
 def by_hand(q, k, v, *, bias=None, softmax=jax.nn.softmax):

@@ -12,7 +12,7 @@ import jgt
 from jgt import signal
 from jgt.planner.described import described, devices_of
 from jgt.planner.hardware.target import Target
-from jgt.replacements.context.blocks import XLA
+from jgt.replacements.context.blocks import XLA_BLOCKS
 
 CALLS = []
 """The pass, and whether the kernel masks and gets a bias, of each call of a kernel."""
@@ -24,13 +24,13 @@ def noted(name, bias, mask_type):
 
 
 def forward(q, k, v, bias, *_, mask_type, scale, is_training, **__):
-    out, lse = XLA.forward(q, k, v, *noted("forward", bias, mask_type), scale)
+    out, lse = XLA_BLOCKS.forward(q, k, v, *noted("forward", bias, mask_type), scale)
     return [out.astype(q.dtype), lse] if is_training else [out.astype(q.dtype)]
 
 
 def backward(q, k, v, bias, *rest, mask_type, scale, **_):
     lse, out, cotangent = rest[6:]
-    grads = XLA.backward(q, k, v, out, lse, cotangent, *noted("backward", bias, mask_type), scale)
+    grads = XLA_BLOCKS.backward(q, k, v, out, lse, cotangent, *noted("backward", bias, mask_type), scale)
     return [x.astype(q.dtype) for x in grads]
 
 
