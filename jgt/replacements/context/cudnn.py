@@ -10,6 +10,7 @@ This file depends on internals of JAX, whose facts are in tests/replacements/con
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
@@ -22,6 +23,8 @@ from jgt.replacements.context.blocks import Block, BlockGradients, BlockKernel
 
 _NUM_OTHERS = 6
 """Lengths, offsets and pages, which stay empty."""
+_MORE = {"score_mod": None} if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters else {}
+"""jax 0.12 may change scores by a function of the user's."""
 _UNSEEN = -1e9
 """It is added to the scores of keys that a query does not see, since cuDNN takes no mask."""
 
@@ -33,6 +36,7 @@ def is_attention(equation: Equation) -> bool:
         equation.primitive.name in NAMES.primitives
         and "is_training" in params
         and not params["dropout_rate"]
+        and params.get("score_mod") is None
         and params["layout"] == cudnn.AttentionLayout.BTNH.value
         and params["mask_type"] in (cudnn.MaskType.NO_MASK, cudnn.MaskType.CAUSAL)
     )
@@ -67,6 +71,7 @@ def _options(seen: Any, is_causal: bool, scale: float) -> dict[str, Any]:
         "mask_type": cudnn.MaskType.CAUSAL if is_causal and seen is None else cudnn.MaskType.NO_MASK,
         "layout": cudnn.AttentionLayout.BTNH.value,
         "sliding_window_length": None,
+        **_MORE,
     }
 
 
