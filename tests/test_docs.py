@@ -251,7 +251,7 @@ def test_the_stream_of_web_text_of_the_page_trains_a_decoder(tmp_path, monkeypat
 
 
 def test_the_rules_and_the_names_of_the_page_on_long_sequences():
-    (rules,) = blocks(CONTEXT, "yaml")
+    rules, _ = blocks(CONTEXT, "yaml")
     q = jax.random.normal(jax.random.key(0), (2, 64, 4, 8))
 
     def attend(scale, q):

@@ -76,6 +76,7 @@ def _of_one_token(rule: Any, gathered: Axes) -> Any:
         backward_tensors=(),
         save=(),
         overlap=None,
+        context=None,
     )
 
 
