@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from transformers import SEQ
+from small_transformers import SEQ
 
 import jgt
 from jgt.signal import context

@@ -31,11 +31,11 @@ from models import (
     pipeline_of,
     run_layers,
 )
-from transformers import EMBED as WIDTH
-from transformers import RULES as TRANSFORMER_RULES
-from transformers import SEQ as LENGTH
-from transformers import VOCAB as WORDS
-from transformers import Block, cross_entropy
+from small_transformers import EMBED as WIDTH
+from small_transformers import RULES as TRANSFORMER_RULES
+from small_transformers import SEQ as LENGTH
+from small_transformers import VOCAB as WORDS
+from small_transformers import Block, cross_entropy
 
 import jgt
 from jgt.signal import context, tensor

@@ -10,7 +10,7 @@ import pytest
 from jax import P
 from jax.sharding import NamedSharding
 from plugin import needs_plugin
-from transformers import RULES, SEQ, Transformer, cross_entropy
+from small_transformers import RULES, SEQ, Transformer, cross_entropy
 
 import jgt
 from jgt import document

@@ -40,7 +40,7 @@ def test_the_printed_config_is_that_config(tmp_path, root, capsys, monkeypatch, 
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[3] / "configs" / "rules").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_rules_file_is_printed_whole(tmp_path, capsys, path):
-    (tmp_path / "run.yaml").write_text("mesh: {data: -1, replica: 1, fsdp: 1, stage: 1, tensor: 1, expert: 1}")
+    (tmp_path / "run.yaml").write_text("mesh: {data: -1, replica: 1, fsdp: 1, stage: 1, tensor: 1, expert: 1, seq: 1}")
     (tmp_path / "printed.yaml").write_text(resolved(capsys, tmp_path / "run.yaml", f"rules={path}"))
     rules = load(tmp_path / "run.yaml", [f"rules={path}"]).rules
     assert rules == load(tmp_path / "printed.yaml").rules is not None

@@ -13,6 +13,9 @@ from runs import Processes, flags, free_port, rows
 
 from train.command_line import Exit
 
+# Each test shares processes that take long to start.
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 READS = 220
 """More reads than a start has."""

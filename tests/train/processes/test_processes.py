@@ -22,6 +22,9 @@ from train.run.start import local_rows
 from train.run.train import train
 from train.setup import prepare
 
+# Each test shares processes that take long to start.
+pytestmark = pytest.mark.slow
+
 STEPS = 20
 SRUN = {"SLURM_STEP_NODELIST": "a[1-2]", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
 OVERRIDES = ("mesh={data: 2, fsdp: 4}", f"train.steps={STEPS}", f"checkpoint.every={STEPS}")

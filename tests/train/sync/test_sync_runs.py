@@ -21,6 +21,9 @@ from train.run.start import Start, restore_state
 from train.run.train import train
 from train.setup import prepare
 
+# Each test shares processes that take long to start.
+pytestmark = pytest.mark.slow
+
 RULES = f"rules={Path(__file__).parents[3] / 'configs' / 'rules' / 'hybrid.yaml'}"
 MESH = "mesh={replica: 2, fsdp: 4}"
 OUTER = "sync={axis: replica, every: 3, outer: {lr: 0.9, momentum: 0.5}}"
