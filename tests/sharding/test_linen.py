@@ -6,7 +6,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from transformers import RULES, SEQ, VOCAB, NnxTransformer, Transformer, cross_entropy
+from small_transformers import RULES, SEQ, VOCAB, NnxTransformer, Transformer, cross_entropy
 
 import jgt
 

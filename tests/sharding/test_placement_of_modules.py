@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from placements import ABSTRACT, BLOCK_RULES, MLP, MLP_RULES, MLP_X, SIZES, TOKENS, mlp, multiply, places, problems_of, shapes
-from transformers import RULES, NnxTransformer, Transformer, cross_entropy
+from small_transformers import RULES, NnxTransformer, Transformer, cross_entropy
 
 import jgt
 from jgt.signal import context

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerFast
+from small_transformers import PreTrainedTokenizerFast
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 TEMPLATES = {
