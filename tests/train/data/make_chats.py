@@ -453,7 +453,7 @@ class Day(datetime):
 
 
 def main():
-    from small_transformers import AutoTokenizer
+    from transformers import AutoTokenizer
     from transformers.utils import chat_template_utils
 
     chat_template_utils.datetime = Day

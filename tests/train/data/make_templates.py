@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from jinja2 import TemplateError
-from small_transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 TEMPLATES = {
