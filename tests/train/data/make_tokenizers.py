@@ -8,8 +8,8 @@ byte_level is made like Qwen's for chats, whose end of sequence ends a turn; met
 import json
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, GenerationConfig
 
 OUT = Path(__file__).parents[2] / "goldens" / "tokenizers"
 CORPUS = [
