@@ -137,7 +137,7 @@ def test_a_window_shortens_the_ring():
         fn, params, batch = make_loss(kind)
         sharded = jgt.shard(fn, given, mesh)
         plan = jgt.plan(jax.jit(lambda x: sharded(params, {**batch, "x": x})), batch["x"])
-        return sum(one.total_bytes for one in plan.collectives if one.signal == "attn")
+        return sum(one.total_bytes for one in plan.collectives if one.kind == "collective-permute")
 
     # A part has 32 positions and a query sees 80: its own part, and those of three devices before it.
     rows = 4 * B * S // 8
