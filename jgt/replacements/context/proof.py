@@ -89,9 +89,12 @@ class _Region:
             walk, text = _Walk(self.flat, self.sizes), str(self.flat.program)
             self._discover(walk)
             pairs = SeenPairs(walk.source, tuple(walk.conditions), *walk.fused_mask)
-            if text not in _known:
-                _known[text] = self._scale(walk, pairs), *self._sight(pairs)
-            return Attention(*_known[text][:1], pairs, *_known[text][1:], walk.is_fused)
+            # The text has no numbers of arrays.
+            found = None if self.flat.consts else _known.get(text)
+            scale, is_causal, is_plain, window = found = found or (self._scale(walk, pairs), *self._sight(pairs))
+            if not self.flat.consts:
+                _known[text] = found
+            return Attention(scale, pairs, is_causal, is_plain, window, walk.is_fused)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:

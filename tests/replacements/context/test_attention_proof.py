@@ -112,3 +112,13 @@ def test_each_query_and_key_is_seen_as_in_the_whole_mask():
 def test_no_array_of_a_long_sequence_is_made():
     # The scores alone would have 64 GB.
     assert found(XLA.attend, seq=2**16).is_plain
+
+
+def test_programs_that_differ_in_the_numbers_of_an_array_are_told_apart():
+    masks = [np.tril(np.ones((S, S), bool)), np.ones((S, S), bool)]
+    assert [
+        found(jax.jit(lambda q, k, v, m=mask: jax.nn.dot_product_attention(q, k, v, mask=m[None, None]))).is_causal for mask in masks
+    ] == [
+        True,
+        False,
+    ]
