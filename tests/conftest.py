@@ -1,7 +1,7 @@
 """The whole session is strict: 8 CPU devices, rank promotion raises, warnings are errors, a hung collective fails.
 
-`pytest -m slow --share 2/5` runs the third fifth of the slow tests. CI runs the next of 32 shares with each commit, so that every slow
-test runs within 32 commits.
+`pytest -m slow --share 2/5` runs the third fifth of the slow tests. CI runs the next of 64 shares with each commit, so that every slow
+test runs within 64 commits.
 """
 
 import os

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from mixture import every_expert, ffn, loss_of, make, mixed, worst
+from expert_mixture import every_expert, ffn, loss_of, make, mixed, worst
 
 from jgt import signal
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mixture import every_expert, every_expert_of, ffn, loss_of, make, mixed, rules_of, worst
+from expert_mixture import every_expert, every_expert_of, ffn, loss_of, make, mixed, rules_of, worst
 from plugin import needs_plugin
 
 import jgt

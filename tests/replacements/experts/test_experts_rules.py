@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from mixture import loss_of, make, mixed, route, rules_of
+from expert_mixture import loss_of, make, mixed, route, rules_of
 
 import jgt
 from jgt import signal

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from mixture import every_expert, make, mixed, rules_of, worst
+from expert_mixture import every_expert, make, mixed, rules_of, worst
 
 import jgt
 from jgt import signal
