@@ -38,7 +38,7 @@ OR_OWN = "Code of your own is MODULE:NAME (docs/own.md)"
 PYTHON = "python"
 """The module of names that were given as objects: `python:Mamba`."""
 SHIPPED_DATA = ("hf", "tar")
-"""The words before the colon in names of `data.source` that are no code of the user's, as in `hf:NAME`."""
+"""A `data.source` that begins with one of these words and a colon, such as `hf:NAME`, needs no code of the user's."""
 _MOST_SHOWN = 12
 FAILURES = (Exception, SystemExit)
 """Own code may raise any of these. It may also ask to exit with code 0, which would make a run without its work a success."""

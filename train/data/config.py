@@ -230,7 +230,7 @@ class OwnData:
 
     @property
     def is_shipped(self) -> bool:
-        """Whether the source is no code of the user's."""
+        """Whether jgt reads the source itself, without code of the user's."""
         return self.source.partition(":")[0] in SHIPPED_DATA
 
     @property

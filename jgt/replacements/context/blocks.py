@@ -56,7 +56,6 @@ class BlockKernel:
     out and lse are those of all keys. seen: bool[b or 1, c, d], which keys a query sees; None: all, or with is_causal those up to its own.
     """
 
-    name: str
     forward: Callable[..., Block]
     backward: Callable[..., BlockGradients]
 
@@ -118,4 +117,4 @@ def _backward(
     )
 
 
-XLA_BLOCKS = BlockKernel(name="XLA's program", forward=_forward, backward=_backward)
+XLA_BLOCKS = BlockKernel(forward=_forward, backward=_backward)

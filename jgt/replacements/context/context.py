@@ -8,7 +8,7 @@
         context: {axis: seq, method: ring}
 
 The model names q, k and v, [b, s, heads, h], and the result of its attention, heads [b, s, heads, h]. The equations between them are
-replaced, whoever wrote them. Their batch is split as that of the inputs, and their heads as a rule under `tensors:` says for q.
+replaced, whoever wrote them. The batch is split in the same way as the inputs. A rule for q under `tensors:` may split the heads.
 """
 
 from __future__ import annotations

@@ -103,4 +103,4 @@ def _backward(
     return BlockGradients(*(x.astype(jnp.float32) for x in grads[:3]))
 
 
-CUDNN_BLOCKS = BlockKernel(name="cuDNN's kernel", forward=_forward, backward=_backward)
+CUDNN_BLOCKS = BlockKernel(forward=_forward, backward=_backward)

@@ -60,7 +60,7 @@ class _Pair:
 
 
 class KeptRows(NamedTuple):
-    """The rows of a device that its backward pass reads, [p, ...], as `Kernel.backward` takes them."""
+    """The rows of a device that its backward pass reads, [p, ...], as `BlockKernel.backward` takes them."""
 
     q: jax.Array
     k: jax.Array

@@ -42,10 +42,10 @@ def broken(monkeypatch):
                     raise BrokenError
                 yield batch | {"weights": batch["weights"] * (jnp.nan if step == BAD and kind == "nan" else 1)}
 
-        def evaluate(self, state, step):
+        def evaluate(self, state, step, *more):
             if step == BAD and kind == "evaluation":
                 raise BrokenError
-            plain_evaluate(self, state, step)
+            plain_evaluate(self, state, step, *more)
 
         with monkeypatch.context() as patch:
             patch.setattr(Feed, "train", batches)

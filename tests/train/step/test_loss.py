@@ -47,8 +47,8 @@ def batch(weights=WEIGHTS):
     return {"inputs": TOKENS, "targets": TOKENS[:, ::-1], "weights": weights}
 
 
-def chunked(chunks, groups=(), dtype=jnp.float32):
-    loss = make_loss(lambda params, _: jax.tree.map(lambda x: x.astype(dtype), params), chunks=chunks, groups=groups)
+def chunked(chunks, groups=(), dtype=jnp.float32, parts=1):
+    loss = make_loss(lambda params, _: jax.tree.map(lambda x: x.astype(dtype), params), chunks=chunks, groups=groups, parts=parts)
     return lambda params, weights: loss(params, batch(weights))
 
 
@@ -66,6 +66,13 @@ def test_loss_and_gradients_are_those_of_whole_logits(chunks, groups):
     expected = jax.value_and_grad(plain, (0, 1))(PARAMS, WEIGHTS)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
     np.testing.assert_allclose(chunked(chunks, groups)(PARAMS, WEIGHTS), expected[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("chunks", "groups", "parts"), [(1, (), 2), (1, (2,), 3), (3, (), 2), (2, (2, 2), 3)])
+def test_devices_that_split_the_sequence_add_up_the_same_gradients(chunks, groups, parts):
+    found = jax.value_and_grad(chunked(chunks, groups, parts=parts), (0, 1))(PARAMS, WEIGHTS)
+    expected = jax.value_and_grad(plain, (0, 1))(PARAMS, WEIGHTS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
