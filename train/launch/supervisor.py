@@ -11,10 +11,12 @@ following start takes it in again. If all together then bring no newer checkpoin
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,10 @@ from ..checkpoint.disk import describe, open_file
 from ..checkpoint.steps import FOLDER, Steps
 from ..command_line import Exit, say_lines
 from ..config import Run
+from ..records.phases import OTHER, Phases
+from ..records.sink import AppendedFile
+from ..records.status import Status
+from ..report.status import LAUNCHER, events_file
 from ..run.folder import LOGS, earlier_files, lock_folder
 from .group import End, Group, environments, log_of, report
 
@@ -81,6 +87,8 @@ class Launcher:
         self._group: Group | None = None
         self._stopped = threading.Event()
         self._passed_on = False
+        self._events = AppendedFile(events_file(self._folder, LAUNCHER))
+        self._phases = Phases(self._note)
 
     def __enter__(self) -> Launcher:
         # nohup ignores SIGHUP for what it starts, and that is to stay so.
@@ -89,6 +97,7 @@ class Launcher:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._phases.end()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -101,6 +110,7 @@ class Launcher:
         with contextlib.suppress(InputError), lock_folder(self._folder):
             pass
         variables = environments(processes, virtual=self._virtual, fewer=self._fewer)
+        self._phases.begin("run", lambda seconds: {"processes": processes})
         try:
             # `--resume never` would discard what the first start saved; but not before that start has moved the earlier run away.
             arguments = _without_never(self._arguments) if again and not self._is_to_be_moved() else self._arguments
@@ -112,6 +122,8 @@ class Launcher:
         if self._stopped.is_set() and not self._passed_on:
             self._group.send(signal.SIGTERM)
         end = self._group.wait(self._grace_seconds)
+        self._phases.begin(OTHER)
+        self._note({"phase": "exit", "time": round(time.time(), 3), "seconds": 0.0, "codes": end.codes, "first": end.first})
         # A signal that comes from now on is for the next group.
         self._group = None
         # Not for the first process (0), whose output is on the terminal already.
@@ -134,7 +146,18 @@ class Launcher:
 
     def pause(self, seconds: float) -> bool:
         """Waits. Returns whether to continue: a signal ends the wait."""
-        return not self._stopped.wait(seconds)
+        with self._phases.phase("pause"):
+            self._phases.figures = {"limit_s": seconds}
+            # Only now: before a start there is nothing to tell, and the first process would take the file for an earlier run's.
+            status = Status(self._folder, LAUNCHER, self._phases)
+            is_over = not self._stopped.wait(seconds)
+            status.close()
+            return is_over
+
+    def _note(self, row: dict[str, Any]) -> None:
+        # A restart is worth more than its record.
+        with contextlib.suppress(OSError):
+            self._events.write(json.dumps(row).encode() + b"\n")
 
     def _is_to_be_moved(self) -> bool:
         """Whether `--resume never` has still to move an earlier run away."""

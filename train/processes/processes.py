@@ -14,6 +14,7 @@ import contextlib
 import faulthandler
 import json
 import os
+import statistics
 import sys
 import threading
 import time
@@ -44,6 +45,7 @@ _JOIN_MARGIN_SECONDS = 5.0
 _ENDLESS_MS = 1_000_000_000
 _LOOPBACK = "127.0.0.1"
 _EXIT_SECONDS = 3.0
+_CLOCK_BARRIERS = 9
 
 
 class Store:
@@ -261,3 +263,23 @@ def barrier(name: str) -> None:
     client = distributed.global_state.client
     if client is not None and number_of_processes() > 1:
         client.wait_at_barrier(f"jgt/{name}", timeout_in_ms=_ENDLESS_MS)
+
+
+def clock_ahead() -> float:
+    """The seconds by which this process's clock is ahead of the first process's, to within some milliseconds. All processes call it once.
+
+    All processes leave a barrier within the round trip of a message, so the moments at which they leave it are one moment on their clocks.
+    """
+    client = distributed.global_state.client
+    if client is None or number_of_processes() == 1:
+        return 0.0
+    left, store = list[float](), Store(client)
+    for number in range(_CLOCK_BARRIERS):
+        barrier(f"clock {number}")
+        left.append(time.time())
+    if this_process() == 0:
+        store.set("clock/0", json.dumps(left))
+    barrier("clock")
+    first = json.loads(store.below("clock")["0"])
+    # A process that was not running at one of these moments leaves that barrier late.
+    return statistics.median(mine - theirs for mine, theirs in zip(left, first, strict=True))

@@ -70,7 +70,7 @@ class Watch:
     ):
         self._config, self._stopped_code, self._owns_process = config, stopped_code, owns_process
         self._is_interrupted = self._has_raised = False
-        self.on_end: Callable[[str], None] = lambda why: None
+        self.on_end: Callable[[str], object] = lambda why: None
         """Called once, with the reason, before the watch ends the process."""
         self._process, count = this_process(), number_of_processes()
         self._stacks = folder / f"stacks-{self._process}.txt"
@@ -81,6 +81,7 @@ class Watch:
         self._idle, self._limit, self._doing = 0.0, config.start_seconds, "starting the devices"
         self._steps, self._slowest = 0, 0.0
         self._begun: float | None = None
+        self._last_begun: int | None = None
         self.stop_signal: str | None = None
         """The name of the signal that asked this process to stop; None if there was none, or if another process received it."""
         self._stop_requested_at = 0.0
@@ -147,7 +148,7 @@ class Watch:
         """Announces that all earlier steps are dispatched. Returns whether to begin `step`; False stops all processes before it."""
         self._measure_step()
         self._begun = time.monotonic()
-        self._steps += 1
+        self._steps, self._last_begun = self._steps + 1, step
         limit = max(self._config.step_seconds, _SLOW * self._slowest) if self._slowest else self._config.start_seconds
         self._note_progress(f"step {step}", limit)
         return self._requests.stop.may_begin(step)
@@ -159,6 +160,11 @@ class Watch:
     def must_save(self, step: int) -> bool:
         """Whether a signal or `request_save` in any process asks all to save before this step. All processes ask before each step."""
         return self._requests.must_save(step)
+
+    def now(self) -> dict[str, Any]:
+        """For the status: what the training thread does, for how long without progress, its limit, in seconds, and the step it began."""
+        limit = None if self._limit == float("inf") else round(self._limit, 3)
+        return {"doing": self._doing, "idle_s": round(self._idle, 2), "limit_s": limit, "begun": self._last_begun}
 
     def _measure_step(self) -> None:
         if self._begun is not None and self._steps > _UNMEASURED:

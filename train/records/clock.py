@@ -18,16 +18,21 @@ import collections
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from .phases import OTHER, Phases
+
 WARMUP_STEPS = 2
 """Steps at a start that are not measured: they fill caches and allocate memory."""
-STRETCH_SECONDS = 10.0
+_LENGTHS = ((86400.0, 600.0), (3600.0, 60.0), (0.0, 10.0))
+"""The seconds of a stretch by the seconds since the first one, so that a run of a month has a few thousand events and not a million."""
+_RECENT_SECONDS = 1.0
+"""The least seconds of steps whose times the status has."""
 _DOUBT = 0.25
 """A lap is measured if its two ends are uncertain by at most this share of its length."""
 _ENDS = 32
@@ -132,14 +137,14 @@ class StepClock:
 
 
 class Stretches:
-    """Writes the time spent in steps as events, one for each stretch of about ten seconds.
+    """Makes the time spent in steps events, one for each stretch: of about ten seconds in the first hour, and longer ones later.
 
-    An event per step would fill the disk of a fast run, and one for the whole run would be lost if the process is killed. done: the steps
-    before the first stretch. note(begun, seconds, **details) writes an event.
+    An event per step would fill the disk of a fast run. done: the steps before the first stretch. The status of the process has the stretch
+    that has not ended, and the figures of the latest seconds as `recent`, oldest first.
     """
 
-    def __init__(self, done: int, note: Callable[..., None]):
-        self._note = note
+    def __init__(self, done: int, phases: Phases):
+        self._phases, self._begun = phases, time.perf_counter()
         self._begin(done)
 
     @contextlib.contextmanager
@@ -147,21 +152,37 @@ class Stretches:
         """Counts the time inside as waiting for devices. The rest of a stretch is the host's own work, `busy` in the event."""
         started = time.perf_counter()
         yield
-        self._waited += time.perf_counter() - started
+        self._stretch.waited += time.perf_counter() - started
+
+    def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches. Counts the time until each is there as `data` in the event, a part of the host's work."""
+        while True:
+            started = time.perf_counter()
+            batch = next(batches, None)
+            self._stretch.data += time.perf_counter() - started
+            if batch is None:
+                return
+            yield batch
 
     def step(self, step: int) -> None:
         """The host has finished a step. Ends the stretch if it is long enough."""
-        if time.perf_counter() - self._clock > STRETCH_SECONDS:
-            self.end(step)
+        stretch, now = self._stretch, time.perf_counter()
+        stretch.last = step
+        if now - self._recent[0] > _RECENT_SECONDS:
+            figures = (now, step, stretch.waited, stretch.data)
+            seconds, steps, waited, data = (after - before for after, before in zip(figures, self._recent, strict=True))
+            window = {"seconds": seconds, "steps": steps, "busy": seconds - waited, "data": data}
+            # Two, so that one pause of the host can be told from a host that is always slow.
+            self._phases.figures["recent"] = [*self._phases.figures.get("recent", [])[-1:], window]
+            self._recent = figures
+        age = now - self._begun
+        if now - stretch.clock > next(length for begin, length in _LENGTHS if age >= begin):
+            self._begin(step)
 
     def end(self, step: int) -> None:
-        """Ends the stretch with this step, and begins the next."""
-        seconds = time.perf_counter() - self._clock
-        # A stretch without a step, such as between two evaluations, is not an event.
-        if step > self._done:
-            busy = round(seconds - self._waited, 4)
-            self._note(self._begun, seconds, first=self._done + 1, last=step, steps=step - self._done, busy=busy)
-        self._begin(step)
+        """Ends the stretch with this step. No step follows, until the end of `interrupted`."""
+        self._stretch.last = step
+        self._phases.begin(OTHER)
 
     @contextlib.contextmanager
     def interrupted(self, step: int) -> Iterator[None]:
@@ -171,8 +192,24 @@ class Stretches:
         self._begin(step)
 
     def _begin(self, done: int) -> None:
-        # Both clocks: `_begun` is the moment in the event, `_clock` measures its length.
-        self._done, self._begun, self._clock, self._waited = done, time.time(), time.perf_counter(), 0.0
+        self._stretch = _Stretch(done)
+        self._recent = (self._stretch.clock, done, 0.0, 0.0)
+        self._phases.begin("step", self._stretch.details)
+
+
+class _Stretch:
+    """A stretch of steps after the first `done`. waited, data: seconds."""
+
+    def __init__(self, done: int):
+        self.done = self.last = done
+        self.clock, self.waited, self.data = time.perf_counter(), 0.0, 0.0
+
+    def details(self, seconds: float) -> dict[str, Any] | None:
+        """The keys of its event; None without a step, as between two evaluations."""
+        if self.last <= self.done:
+            return None
+        busy, steps = round(max(0.0, seconds - self.waited), 4), self.last - self.done
+        return {"first": self.done + 1, "last": self.last, "steps": steps, "busy": busy, "data": round(self.data, 4)}
 
 
 def process_started() -> float:

@@ -13,7 +13,6 @@ make all processes wait for the slowest process.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import time
 from collections.abc import Iterator
@@ -103,11 +102,13 @@ class Progress:
         self._setup, self._config = setup, setup.run.config
         self._screen, self._records = screen, records
         self._in_flight, self._clock = InFlight(steps_ahead(setup.mesh)), StepClock(done)
-        self._stretches = Stretches(done, functools.partial(records.event, "step"))
+        self._stretches = Stretches(done, records.phases)
         # Inside a phase only this process knows of an update that its replicas did not apply.
         says = jax.process_index() == 0 or setup.phases is not None
         self._guard = UpdateGuard(self._config.train, records, enabled=says)
         self._dispatched, self._total = done, setup.run.steps
+        self._is_cpu, self._figures = jax.default_backend() == "cpu", records.phases.figures
+        self._figures |= {"total": self._total, "finished": done}
         self._last: StepResult | None = None
         self._epoch_samples, self._tokens = epoch_samples, tokens_per_sample(setup.batch_shapes)
         model, peak = self._config.model, peak_flops(jax.devices()[0].device_kind)
@@ -117,6 +118,14 @@ class Progress:
         self._countdown = Countdown(done)
         every = self._config.train.log_every
         self._loads_every = every * max(1, self._total // (_MOST_LOADS * every))
+
+    def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The batches of training. The time until each is there counts as reading data."""
+        return self._stretches.reading(batches)
+
+    def dispatching(self) -> contextlib.AbstractContextManager[None]:
+        """Surrounds the call of a step. CPU devices compute inside it, so the time there is theirs; others take it from the host."""
+        return self._stretches.waiting() if self._is_cpu else contextlib.nullcontext()
 
     def dispatched(self, step: StepResult) -> None:
         """The loop has dispatched a step. Waits until the host is no more steps ahead than it may be.
@@ -160,6 +169,7 @@ class Progress:
         done = done._replace(metrics=fetch_metrics(done.metrics, has_replicas=self._setup.phases is not None))
         finish_trial()
         self._last = done
+        self._figures["finished"] = done.step
         total = self._total
         if done.step % self._config.train.log_every == 0 or done.step == total:
             row = self._row(done, self._clock.lap(done.step, finished.at, finished.late))
@@ -229,6 +239,11 @@ def peak_flops(device_kind: str) -> float | None:
         target = Target.of_devices(device_kind, 1)
         return target.chip.peak_flops("bf16") if target.is_described else None
     return None
+
+
+def memory_of_devices() -> list[list[int | None]]:
+    """The bytes in use and available of each device of this process that keeps statistics."""
+    return [[s.get("bytes_in_use"), s.get("bytes_limit")] for device in jax.local_devices() if (s := device.memory_stats())]
 
 
 def memory_use() -> dict[str, int]:

@@ -11,19 +11,21 @@ writes everything; each other process writes only its events, into another file.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from ..command_line import say
 from ..report.rows import LOADS
+from ..report.status import events_file, left_open
 from ..sections import missing_loggers
 from .loggers import CsvFile, JsonLines, Logger
 from .media import Histogram, Image, Medium
+from .phases import OTHER, Phases
 from .services import MlflowClient, Service, WandbClient
 from .sink import AppendedFile, Sink
 from .tensorboard import Board
@@ -48,16 +50,19 @@ def open_loggers(names: Sequence[str] | None, folder: Path, name: str, config: C
 class Records:
     """Writes the records of one process into the run directory. No method raises an error of the disk.
 
-    loggers: they get the metrics too; only process 0 has any.
+    loggers: they get the metrics too; only process 0 has any. begun: when the first phase began, `open`, in seconds since 1970.
     """
 
-    def __init__(self, folder: Path, *, process: int = 0, loggers: Sequence[Logger] = ()):
+    def __init__(self, folder: Path, *, process: int = 0, loggers: Sequence[Logger] = (), begun: float | None = None):
         # The metrics are the same on all processes.
         self._loggers = [] if process else [JsonLines(folder / "metrics.jsonl"), *loggers]
         self._unseen: set[type] = set()
         self._loads = [] if process else [JsonLines(folder / LOADS)]
-        events = folder / (f"events-{process}.jsonl" if process else "events.jsonl")
+        events = events_file(folder, process)
         self._events = Sink(events.name, AppendedFile(events).write)
+        if (left := left_open(folder, process)) is not None:
+            self._put({**left, "killed": True})
+        self.phases = Phases(self._put, OTHER if begun is None else "open", begun)
         self._sample = Sink("sample.txt", lambda text: (folder / "sample.txt").write_bytes(text.encode()))
 
     @property
@@ -89,16 +94,30 @@ class Records:
         for logger in self._loads:
             logger.add(step, {"load": [[round(x, 3) if math.isfinite(x) else None for x in layer] for layer in loads]})
 
-    @contextlib.contextmanager
-    def phase(self, name: str, **details: Any) -> Iterator[None]:
+    def phase(self, name: str, **details: Any) -> AbstractContextManager[None]:
         """Appends an event with the seconds that the phase inside took, such as init, compile, save or restore."""
-        started, clock = time.time(), time.perf_counter()
-        yield
-        self.event(name, started, time.perf_counter() - clock, **details)
+        if name == "save" and self._loggers:
+            self.phases.figures.setdefault("saving", {"step": details.get("step"), "since": time.time()})
+        return self.phases.phase(name, **details)
+
+    def wrote(self, step: int) -> None:
+        """A save, which began with a phase of its own, is on disk. Called by the thread that has written it."""
+        if (saving := self.phases.figures.pop("saving", None)) is not None:
+            self.event("write", saving["since"], time.time() - saving["since"], step=step)
 
     def event(self, name: str, started: float, seconds: float, **details: Any) -> None:
-        """Appends an event. started: seconds since 1970."""
-        row = {"phase": name, "time": round(started, 3), "seconds": round(seconds, 4), **details}
+        """Appends an event that is no phase of its own. started: seconds since 1970."""
+        if name == "save_failed":
+            self.phases.figures.pop("saving", None)
+        self._put({"phase": name, "time": round(started, 3), "seconds": round(seconds, 4), **details})
+
+    def stop(self, **details: Any) -> None:
+        """Ends the last phase, and appends the event `stop`."""
+        self.phases.end()
+        self.phases.figures["end"] = details.get("why")
+        self.event("stop", time.time(), 0.0, **details)
+
+    def _put(self, row: Mapping[str, Any]) -> None:
         self._events.put(json.dumps(row).encode() + b"\n")
 
     def sample(self, text: str) -> None:

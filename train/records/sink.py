@@ -16,6 +16,7 @@ import io
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,15 @@ class AppendedFile:
         self._whole: int | None = None
         """The size that the file had before a failed write; None if the last write succeeded."""
         self._is_checked = not is_text
+        # A save is noted by the thread that has written it, and the end of a process by its watch.
+        self._lock = threading.Lock()
 
     def write(self, record: bytes) -> None:
         """Appends a record, or nothing. Raises OSError."""
+        with self._lock:
+            self._append(record)
+
+    def _append(self, record: bytes) -> None:
         # Opened and closed each time: the record is with the system at once, and the file may be moved away meanwhile.
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_APPEND, 0o666)
         try:

@@ -23,9 +23,10 @@ from typing import Any
 
 from jgt.document import InputError
 
-from .events import Event, StartSummary, Stragglers, find_starts, find_stragglers, read_events
+from .events import Event, StartSummary, Stragglers, find_starts, find_stragglers, read_process
 from .loads import Loads
 from .rows import read_config
+from .status import processes_of
 
 CAUSES: Mapping[str, str] = {
     "steps": "steps that count",
@@ -33,6 +34,7 @@ CAUSES: Mapping[str, str] = {
     "down": "between two starts",
     "startup": "starting and connecting processes",
     "open": "opening model and data",
+    "trace": "tracing the step",
     "compile": "compiling",
     "init": "initialization",
     "restore": "finding and restoring a checkpoint",
@@ -49,7 +51,7 @@ _DIGITS = 6
 """Decimals of a second: a float of seconds since 1970 has no more."""
 _INCIDENTS = ("nonfinite", "spike", "save_failed")
 _CAUSE_OF = {"start": "startup", "verify": "restore"} | {
-    name: name for name in ("open", "compile", "init", "restore", "save", "eval", "sample", "hook")
+    name: name for name in ("open", "trace", "compile", "init", "restore", "save", "eval", "sample", "hook")
 }
 """The cause of a phase. All other phases are part of `other`."""
 
@@ -127,15 +129,14 @@ def read_accounts(run: Path) -> Accounts:
     if not first.is_file():
         why = ": it has no events.jsonl" if run.is_dir() else ""
         raise InputError([f"{run}: is not a run directory{why}. Name one, such as runs/quickstart"])
-    events, unreadable = read_events(first)
+    events, unreadable = read_process(run, 0)
     if not events:
         lines = f"{unreadable} lines, and none can be read" if unreadable else "no lines"
         raise InputError([f"{first}: has no events: {lines}. A run writes its first event when it starts"])
     others: dict[int, Sequence[Event]] = {}
-    # A file of any other name, such as a copy that someone made, is not the run's.
-    for path in run.glob("events-*.jsonl"):
-        if (process := path.stem.removeprefix("events-")).isdecimal():
-            others[int(process)], unreadable_here = read_events(path)
+    for process in processes_of(run):
+        if process:
+            others[process], unreadable_here = read_process(run, process)
             unreadable += unreadable_here
     return account(str(run), events, others, tokens_per_step=_tokens_per_step(read_config(run)), unreadable_lines=unreadable)
 

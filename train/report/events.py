@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from jgt.document import shown
 
 from .rows import read_lines
+from .status import events_file, left_open
 
 KILLED = "killed"
 """How a start ended that wrote no `stop`, although another start followed."""
@@ -58,6 +59,14 @@ def read_events(path: Path) -> tuple[list[Event], int]:
     """The events of a file, and the number of its lines that could not be read. Raises OSError."""
     events = [_event(row) for line, row in read_lines(path) if line.strip()]
     return [event for event in events if event is not None], events.count(None)
+
+
+def read_process(run: Path, process: int) -> tuple[list[Event], int]:
+    """As `read_events`, of a process of a run, with the phase that it has not ended. Raises OSError."""
+    events, unreadable = read_events(events_file(run, process))
+    row = left_open(run, process)
+    event = None if row is None else _event(row)
+    return (events if event is None else [*events, event]), unreadable
 
 
 def _seconds(value: Any) -> float | None:

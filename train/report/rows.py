@@ -37,6 +37,16 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             yield line, read_object(line)
 
 
+def read_tail(path: Path, size: int) -> list[dict[str, Any]]:
+    """The objects in the whole lines of the last `size` bytes of a file. Raises OSError."""
+    with open_file(path) as file:
+        begin = max(0, os.fstat(file.fileno()).st_size - size)
+        # One byte more: the first line is whole only if it begins there.
+        file.seek(max(0, begin - 1))
+        lines = file.read(size + 1).split(b"\n")
+    return [row for line in lines[begin > 0 :] if (row := read_object(line)) is not None]
+
+
 def read_object(line: bytes) -> dict[str, Any] | None:
     """The JSON object in a line; None if there is anything else."""
     try:

@@ -134,7 +134,7 @@ class Loop:
             self._finish_exports()
         why = "done" if is_done else self.watch.stop_signal or "peer"
         lost = {"lost": lost} if (lost := lost_records(self.screen, self.records)) else {}
-        self.records.event("stop", time.time(), 0.0, step=position.step, why=why, **lost)
+        self.records.stop(step=position.step, why=why, **lost)
 
     @property
     def num_steps(self) -> int:
@@ -174,7 +174,8 @@ class Loop:
     def _compile(self) -> Future[Any]:
         """Compiles the step in a thread. Only XLA works there: the trace is finished when this returns."""
         self._compile_begun = time.perf_counter()
-        lowered = None if self.setup.compiled is not None else self.setup.lower_train_step()
+        with self._phase("trace"):
+            lowered = None if self.setup.compiled is not None else self.setup.lower_train_step()
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
         try:
             return pool.submit(self.setup.compile_train_step, lowered)
@@ -225,7 +226,7 @@ class Loop:
         if self.evaluations is not None and self.evaluations.lack(position.step):
             self._evaluate_if_due(progress, saves)
         # The feed has no end, so the range of steps decides.
-        for step, batch in zip(range(position.step + 1, self.num_steps + 1), batches, strict=False):
+        for step, batch in zip(range(position.step + 1, self.num_steps + 1), progress.reading(batches), strict=False):
             if self._ended_at is not None:
                 break
             self._check_lock()
@@ -237,7 +238,7 @@ class Loop:
                 # Otherwise the trace would contain the end of earlier steps.
                 progress.wait()
                 self.profiler.start()
-            with self.profiler.around(step):
+            with self.profiler.around(step), progress.dispatching():
                 state, metrics = train_step(position.state, self.faults.inject(step, batch), self.setup.settings(step))
             # The metrics are still being computed; progress reads them when the devices have the next steps to do.
             # Evaluations and saves of this step see the state after its exchange.

@@ -35,12 +35,15 @@ from ..evaluate.reference import with_reference
 from ..export.exports import Exports
 from ..export.form import run_form
 from ..hooks import Evaluations, Hook, Hooks, open_evaluations, open_hooks
-from ..processes.processes import agree_on_input, barrier, number_of_processes, shared_store, this_process
+from ..processes.processes import agree_on_input, barrier, clock_ahead, number_of_processes, shared_store, this_process
 from ..processes.watch import Watch
 from ..records.console import Screen
+from ..records.phases import OTHER
 from ..records.profiler import Profiler
+from ..records.progress import memory_of_devices
 from ..records.records import Records, open_loggers
 from ..records.sink import describe_lost
+from ..records.status import Status
 from ..records.step_range import StepRange
 from ..records.summary import describe_data, describe_size, describe_start, describe_sync
 from ..setup import Setup, prepare
@@ -93,9 +96,13 @@ def train(
         # The others write into the directory only now, after an earlier run was moved out of it.
         barrier("run directory")
         loggers = [] if process else open_loggers(run.config.log, folder, run.config.run.name, run.resolved)
-        records = Records(folder, process=process, loggers=loggers)
+        records = Records(folder, process=process, loggers=loggers, begun=entered)
         closing.callback(records.close)
-        watch.on_end = lambda why: records.event("stop", time.time(), 0.0, why=why)
+        is_ours = (lambda: True) if lock is None else lock.is_held
+        status = Status(folder, process, records.phases, lambda: {**watch.now(), "memory": memory_of_devices()}, is_ours=is_ours)
+        closing.callback(status.close)
+        watch.on_end = lambda why: (records.stop(why=why), status.close())
+        records.phases.figures["clock"] = clock_ahead()
         _record_start(records, begun or entered, entered)
         _introduce(setup, data, screen)
         faults = Faults(
@@ -105,14 +112,17 @@ def train(
             lambda fault: records.event("fault", time.time(), 0.0, step=fault.at_step, kind=fault.kind),
         )
         of_run = {"mesh": setup.mesh.shape, "fingerprints": fingerprints(run, data.fingerprint)}
-        is_ours = (lambda: True) if lock is None else lock.is_held
         exports = closing.enter_context(contextlib.closing(Exports(run, records.event)))
 
         def held() -> set[int]:
             return exports.held() | (set() if evaluations is None else evaluations.held())
 
+        def saved(step: int) -> None:
+            records.wrote(step)
+            exports.saved(step)
+
         checkpoints = Checkpoints(
-            folder / FOLDER, run.config.checkpoint, **of_run, free=faults.free, is_ours=is_ours, saved=exports.saved, held=held
+            folder / FOLDER, run.config.checkpoint, **of_run, free=faults.free, is_ours=is_ours, saved=saved, held=held
         )
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         with _closed_afterwards(checkpoints, records):
@@ -190,8 +200,9 @@ def _record_start(records: Records, begun: float, entered: float) -> None:
     """Records which process has started, when it began, and when it entered `train`, both in seconds since 1970."""
     processes = {"processes": number_of_processes(), "process": this_process(), "devices": jax.device_count()}
     who = {**processes, "host": socket.gethostname(), "pid": os.getpid()}
-    records.event("start", begun, entered - begun, **who, jax=jax.__version__)
-    records.event("open", entered, time.time() - entered)
+    clock = round(records.phases.figures["clock"], 4)
+    records.event("start", begun, entered - begun, **who, jax=jax.__version__, clock=clock)
+    records.phases.begin(OTHER)
 
 
 @contextlib.contextmanager
@@ -208,7 +219,7 @@ def _closed_afterwards(checkpoints: Checkpoints, records: Records) -> Iterator[N
         checkpoints.close(seconds=None if number_of_processes() == 1 else _LAST_SAVE_SECONDS)
         # The directory may belong to another run by now.
         if not isinstance(error, InUseError):
-            records.event("stop", time.time(), 0.0, why=f"failed: {type(error).__name__}")
+            records.stop(why=f"failed: {type(error).__name__}")
         _explain(error, checkpoints)
         raise
     checkpoints.close()

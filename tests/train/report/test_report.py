@@ -339,10 +339,10 @@ def test_no_run_there(tmp_path, capsys):
 def test_an_events_file_that_cannot_be_opened(write, capsys, monkeypatch):
     run = write(UNBROKEN)
 
-    def refuse(path):
-        raise PermissionError(13, "Permission denied", str(path))
+    def refuse(run, process):
+        raise PermissionError(13, "Permission denied", str(run / "events.jsonl"))
 
-    monkeypatch.setattr("train.report.accounts.read_events", refuse)
+    monkeypatch.setattr("train.report.accounts.read_process", refuse)
     assert main([str(run)]) == 2
     assert capsys.readouterr().err == f"{run}/events.jsonl: cannot be read: Permission denied\n"
 

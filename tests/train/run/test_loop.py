@@ -151,7 +151,8 @@ def test_an_evaluation_is_the_mean_over_all_held_out_tokens(straight, tiny, tmp_
 
 def test_phases(straight, read_rows):
     events = read_rows(straight / "events.jsonl")
-    assert {event["phase"] for event in events} == {"start", "open", "verify", "init", "compile", "step", "eval", "save", "stop"}
+    named = {"start", "open", "trace", "verify", "init", "compile", "step", "eval", "save", "write", "other", "stop"}
+    assert {event["phase"] for event in events} == named
     assert all(event["seconds"] >= 0 and event["time"] > 1e9 for event in events)
     assert [event["step"] for event in events if event["phase"] == "eval"] == [3, 6]
     stretches = [event for event in events if event["phase"] == "step"]
