@@ -27,75 +27,58 @@ _USAGE = "usage: jgt COMMAND [options]      jgt COMMAND --help shows the options
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command. purpose: one line for `jgt --help`. module: its full name, or that inside the trainer if it begins with a dot.
+    """A command. purpose: one line for `jgt --help`. outlives_reader: it continues when the reader of its output has left.
 
-    function, make_parser: the names of the functions that run it and that make its parser. outlives_reader: it continues when the reader of
-    its output has left, because the output is not what it is for.
+    place: `module:function`, as an entry point has it; the function is `main` if it is left out. A module that begins with a dot is inside
+    the trainer. The parser of a function `NAME` is `NAME_parser` or, if the module has none, `parser`.
     """
 
     purpose: str
-    module: str
-    function: str = "main"
-    make_parser: str = "parser"
+    place: str
     outlives_reader: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name of the function that runs it."""
+        return self.place.partition(":")[2] or "main"
 
     def load(self) -> ModuleType:
         """The command's module."""
-        return trainer(self.module[1:]) if self.module.startswith(".") else importlib.import_module(self.module)
+        module = self.place.partition(":")[0]
+        return trainer(module[1:]) if module.startswith(".") else importlib.import_module(module)
 
     def run(self, arguments: Sequence[str]) -> int:
         """Runs the command and returns its exit code."""
-        return getattr(self.load(), self.function)(arguments)
+        return getattr(self.load(), self.name)(arguments)
 
     def parser(self) -> CommandParser | None:
         """The command's own parser, if it has one."""
-        make = getattr(self.load(), self.make_parser, None)
+        module = self.load()
+        make = getattr(module, f"{self.name}_parser", getattr(module, "parser", None))
         return None if make is None else make()
 
 
 _RUN = "train the model of a run file, or resume its training"
 _LAUNCH = "run a training on several processes of this machine, and restart them"
 _OWN = {
-    "train": Command(purpose=_RUN, module=".__main__", function="run_process", outlives_reader=True),
-    "launch": Command(purpose=_LAUNCH, module=".launch.__main__", outlives_reader=True),
-    "report": Command(purpose="show where a run's wall time went", module=".report.__main__"),
-    "plot": Command(
-        purpose="draw metrics of runs, as a PNG or in the terminal", module=".report.__main__", function="plot", make_parser="plot_parser"
-    ),
-    "compare": Command(purpose="show what two runs differ in", module=".report.__main__", function="compare", make_parser="compare_parser"),
-    "check": Command(
-        purpose="check the rules against the mesh and the shapes, without devices",
-        module=".run.__main__",
-        function="check",
-        make_parser="check_parser",
-    ),
-    "verify": Command(
-        purpose="show that the layout changes no number, on virtual devices",
-        module=".run.__main__",
-        function="verify",
-        make_parser="verify_parser",
-    ),
-    "plan": Command(purpose="show what XLA does with the training step, also for GPUs that you do not have", module=".plan.__main__"),
-    "inspect": Command(
-        purpose="show which model a folder of Hugging Face describes",
-        module=".run.__main__",
-        function="inspect",
-        make_parser="inspect_parser",
-    ),
-    "eval": Command(purpose="evaluate a model: on held-out data, on texts or on tasks", module=".commands.evaluate"),
-    "export": Command(
-        purpose="write the model of a run as a folder that transformers loads",
-        module=".commands.published",
-        function="export",
-        make_parser="export_parser",
-    ),
-    "generate": Command(purpose="continue texts with the model of a run or a published one", module=".commands.generate"),
-    "serve": Command(purpose="serve a model by the HTTP API of OpenAI, to try it", module=".serve.__main__", outlives_reader=True),
-    "calibrate": Command(purpose="measure the devices of this machine, for the times of plans", module="jgt.planner.calibrate.__main__"),
-    "schedule": Command(purpose="show and compare pipeline schedules", module="jgt.schedule.__main__"),
-    "schema": Command(purpose="print the JSON Schema of run files or rules files, for editors", module=".config.schema"),
-    "init": Command(purpose="write a project with a model of your own", module="jgt.command.project"),
-    "completion": Command(purpose="print a script that completes commands and flags in a shell", module="jgt.command.completion"),
+    "train": Command(purpose=_RUN, place=".__main__:run_process", outlives_reader=True),
+    "launch": Command(purpose=_LAUNCH, place=".launch.__main__", outlives_reader=True),
+    "report": Command(purpose="show where a run's wall time went", place=".report.__main__"),
+    "plot": Command(purpose="draw metrics of runs, as a PNG or in the terminal", place=".report.__main__:plot"),
+    "compare": Command(purpose="show what two runs differ in", place=".report.__main__:compare"),
+    "check": Command(purpose="check the rules against the mesh and the shapes, without devices", place=".run.__main__:check"),
+    "verify": Command(purpose="show that the layout changes no number, on virtual devices", place=".run.__main__:verify"),
+    "plan": Command(purpose="show what XLA does with the training step, also for GPUs that you do not have", place=".plan.__main__"),
+    "inspect": Command(purpose="show which model a folder of Hugging Face describes", place=".run.__main__:inspect"),
+    "eval": Command(purpose="evaluate a model: on held-out data, on texts or on tasks", place=".commands.evaluate"),
+    "export": Command(purpose="write the model of a run as a folder that transformers loads", place=".commands.published:export"),
+    "generate": Command(purpose="continue texts with the model of a run or a published one", place=".commands.generate"),
+    "serve": Command(purpose="serve a model by the HTTP API of OpenAI, to try it", place=".serve.__main__", outlives_reader=True),
+    "calibrate": Command(purpose="measure the devices of this machine, for the times of plans", place="jgt.planner.calibrate.__main__"),
+    "schedule": Command(purpose="show and compare pipeline schedules", place="jgt.schedule.__main__"),
+    "schema": Command(purpose="print the JSON Schema of run files or rules files, for editors", place=".config.schema"),
+    "init": Command(purpose="write a project with a model of your own", place="jgt.command.project"),
+    "completion": Command(purpose="print a script that completes commands and flags in a shell", place="jgt.command.completion"),
 }
 
 
@@ -108,7 +91,7 @@ def find_command(name: str) -> Command | None:
 def find_commands() -> dict[str, Command]:
     """All commands, first jgt's own, which other packages cannot replace."""
     others = {
-        entry.name: Command(purpose=f"of {entry.dist.name}" if entry.dist else entry.value, module=entry.module, function=entry.attr)
+        entry.name: Command(purpose=f"of {entry.dist.name}" if entry.dist else entry.value, place=entry.value)
         for entry in entry_points(group=GROUP)
         if entry.name not in _OWN
     }

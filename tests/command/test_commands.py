@@ -96,7 +96,7 @@ def test_a_command_of_another_package(monkeypatch, capsys):
     entry = importlib.metadata.EntryPoint(name="shout", value="builtins:print", group="jgt.commands")
     ours = importlib.metadata.EntryPoint(name="train", value="builtins:print", group="jgt.commands")
     monkeypatch.setattr("jgt.command.commands.entry_points", lambda group: [entry, ours])
-    assert find_commands()["train"].function != "print"
+    assert find_commands()["train"].name != "print"
     main(["shout", "a"])
     assert capsys.readouterr().out == "['a']\n"
 
