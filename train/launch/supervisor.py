@@ -28,9 +28,9 @@ from ..checkpoint.disk import describe, open_file
 from ..checkpoint.steps import FOLDER, Steps
 from ..command_line import Exit, say_lines
 from ..config import Run
-from ..records.phases import OTHER, Phases
 from ..records.sink import AppendedFile
 from ..records.status import Status
+from ..records.timeline import OTHER, Timeline
 from ..report.status import LAUNCHER, events_file
 from ..run.folder import LOGS, earlier_files, lock_folder
 from .group import End, Group, environments, log_of, report
@@ -88,7 +88,7 @@ class Launcher:
         self._stopped = threading.Event()
         self._passed_on = False
         self._events = AppendedFile(events_file(self._folder, LAUNCHER))
-        self._phases = Phases(self._note)
+        self._timeline = Timeline(self._note)
 
     def __enter__(self) -> Launcher:
         # nohup ignores SIGHUP for what it starts, and that is to stay so.
@@ -97,7 +97,7 @@ class Launcher:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._phases.end()
+        self._timeline.end()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -110,7 +110,7 @@ class Launcher:
         with contextlib.suppress(InputError), lock_folder(self._folder):
             pass
         variables = environments(processes, virtual=self._virtual, fewer=self._fewer)
-        self._phases.begin("run", lambda seconds: {"processes": processes})
+        self._timeline.begin("run", lambda seconds: {"processes": processes})
         try:
             # `--resume never` would discard what the first start saved; but not before that start has moved the earlier run away.
             arguments = _without_never(self._arguments) if again and not self._is_to_be_moved() else self._arguments
@@ -122,7 +122,7 @@ class Launcher:
         if self._stopped.is_set() and not self._passed_on:
             self._group.send(signal.SIGTERM)
         end = self._group.wait(self._grace_seconds)
-        self._phases.begin(OTHER)
+        self._timeline.begin(OTHER)
         self._note({"phase": "exit", "time": round(time.time(), 3), "seconds": 0.0, "codes": end.codes, "first": end.first})
         # A signal that comes from now on is for the next group.
         self._group = None
@@ -146,10 +146,10 @@ class Launcher:
 
     def pause(self, seconds: float) -> bool:
         """Waits. Returns whether to continue: a signal ends the wait."""
-        with self._phases.phase("pause"):
-            self._phases.figures = {"limit_s": seconds}
+        with self._timeline.phase("pause"):
+            self._timeline.figures = {"limit_s": seconds}
             # Only now: before a start there is nothing to tell, and the first process would take the file for an earlier run's.
-            status = Status(self._folder, LAUNCHER, self._phases)
+            status = Status(self._folder, LAUNCHER, self._timeline)
             is_over = not self._stopped.wait(seconds)
             status.close()
             return is_over

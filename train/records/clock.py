@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from .phases import OTHER, Phases
+from .timeline import OTHER, Timeline
 
 WARMUP_STEPS = 2
 """Steps at a start that are not measured: they fill caches and allocate memory."""
@@ -143,8 +143,8 @@ class Stretches:
     that has not ended, and the figures of the latest seconds as `recent`, oldest first.
     """
 
-    def __init__(self, done: int, phases: Phases):
-        self._phases, self._begun = phases, time.perf_counter()
+    def __init__(self, done: int, timeline: Timeline):
+        self._timeline, self._begun = timeline, time.perf_counter()
         self._begin(done)
 
     @contextlib.contextmanager
@@ -173,7 +173,7 @@ class Stretches:
             seconds, steps, waited, data = (after - before for after, before in zip(figures, self._recent, strict=True))
             window = {"seconds": seconds, "steps": steps, "busy": seconds - waited, "data": data}
             # Two, so that one pause of the host can be told from a host that is always slow.
-            self._phases.figures["recent"] = [*self._phases.figures.get("recent", [])[-1:], window]
+            self._timeline.figures["recent"] = [*self._timeline.figures.get("recent", [])[-1:], window]
             self._recent = figures
         age = now - self._begun
         if now - stretch.clock > next(length for begin, length in _LENGTHS if age >= begin):
@@ -182,7 +182,7 @@ class Stretches:
     def end(self, step: int) -> None:
         """Ends the stretch with this step. No step follows, until the end of `interrupted`."""
         self._stretch.last = step
-        self._phases.begin(OTHER)
+        self._timeline.begin(OTHER)
 
     @contextlib.contextmanager
     def interrupted(self, step: int) -> Iterator[None]:
@@ -194,7 +194,7 @@ class Stretches:
     def _begin(self, done: int) -> None:
         self._stretch = _Stretch(done)
         self._recent = (self._stretch.clock, done, 0.0, 0.0)
-        self._phases.begin("step", self._stretch.details)
+        self._timeline.begin("step", self._stretch.details)
 
 
 class _Stretch:

@@ -102,12 +102,12 @@ class Progress:
         self._setup, self._config = setup, setup.run.config
         self._screen, self._records = screen, records
         self._in_flight, self._clock = InFlight(steps_ahead(setup.mesh)), StepClock(done)
-        self._stretches = Stretches(done, records.phases)
+        self._stretches = Stretches(done, records.timeline)
         # Inside a phase only this process knows of an update that its replicas did not apply.
         says = jax.process_index() == 0 or setup.phases is not None
         self._guard = UpdateGuard(self._config.train, records, enabled=says)
         self._dispatched, self._total = done, setup.run.steps
-        self._is_cpu, self._figures = jax.default_backend() == "cpu", records.phases.figures
+        self._is_cpu, self._figures = jax.default_backend() == "cpu", records.timeline.figures
         self._figures |= {"total": self._total, "finished": done}
         self._last: StepResult | None = None
         self._epoch_samples, self._tokens = epoch_samples, tokens_per_sample(setup.batch_shapes)

@@ -25,10 +25,10 @@ from ..report.status import events_file, left_open
 from ..sections import missing_loggers
 from .loggers import CsvFile, JsonLines, Logger
 from .media import Histogram, Image, Medium
-from .phases import OTHER, Phases
 from .services import MlflowClient, Service, WandbClient
 from .sink import AppendedFile, Sink
 from .tensorboard import Board
+from .timeline import OTHER, Timeline
 
 
 def open_loggers(names: Sequence[str] | None, folder: Path, name: str, config: Callable[[], Mapping[str, Any]]) -> list[Logger]:
@@ -62,7 +62,7 @@ class Records:
         self._events = Sink(events.name, AppendedFile(events).write)
         if (left := left_open(folder, process)) is not None:
             self._put({**left, "killed": True})
-        self.phases = Phases(self._put, OTHER if begun is None else "open", begun)
+        self.timeline = Timeline(self._put, OTHER if begun is None else "open", begun)
         self._sample = Sink("sample.txt", lambda text: (folder / "sample.txt").write_bytes(text.encode()))
 
     @property
@@ -97,24 +97,24 @@ class Records:
     def phase(self, name: str, **details: Any) -> AbstractContextManager[None]:
         """Appends an event with the seconds that the phase inside took, such as init, compile, save or restore."""
         if name == "save" and self._loggers:
-            self.phases.figures.setdefault("saving", {"step": details.get("step"), "since": time.time()})
-        return self.phases.phase(name, **details)
+            self.timeline.figures.setdefault("saving", {"step": details.get("step"), "since": time.time()})
+        return self.timeline.phase(name, **details)
 
     def wrote(self, step: int) -> None:
         """A save, which began with a phase of its own, is on disk. Called by the thread that has written it."""
-        if (saving := self.phases.figures.pop("saving", None)) is not None:
+        if (saving := self.timeline.figures.pop("saving", None)) is not None:
             self.event("write", saving["since"], time.time() - saving["since"], step=step)
 
     def event(self, name: str, started: float, seconds: float, **details: Any) -> None:
         """Appends an event that is no phase of its own. started: seconds since 1970."""
         if name == "save_failed":
-            self.phases.figures.pop("saving", None)
+            self.timeline.figures.pop("saving", None)
         self._put({"phase": name, "time": round(started, 3), "seconds": round(seconds, 4), **details})
 
     def stop(self, **details: Any) -> None:
         """Ends the last phase, and appends the event `stop`."""
-        self.phases.end()
-        self.phases.figures["end"] = details.get("why")
+        self.timeline.end()
+        self.timeline.figures["end"] = details.get("why")
         self.event("stop", time.time(), 0.0, **details)
 
     def _put(self, row: Mapping[str, Any]) -> None:

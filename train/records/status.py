@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ..report.status import status_file
-from .phases import Phases
 from .sink import Sink
+from .timeline import Timeline
 
 _SECONDS = 1.0
 _LAST_SECONDS = 1.0
@@ -36,11 +36,11 @@ class Status:
         self,
         folder: Path,
         process: int | str,
-        phases: Phases,
+        timeline: Timeline,
         now: Callable[[], Mapping[str, Any]] = dict,
         is_ours: Callable[[], bool] = lambda: True,
     ):
-        self._path, self._phases, self._now, self._is_ours = status_file(folder, process), phases, now, is_ours
+        self._path, self._timeline, self._now, self._is_ours = status_file(folder, process), timeline, now, is_ours
         self._fixed = {"process": process, "host": socket.gethostname(), "pid": os.getpid()}
         self._sink = Sink(self._path.name, self._replace)
         self._is_closed = threading.Event()
@@ -51,7 +51,7 @@ class Status:
 
     def close(self) -> None:
         """Writes the last status, with why the process ended, and returns; within a second, also if the disk does not answer."""
-        self._phases.figures.setdefault("end", "ended")
+        self._timeline.figures.setdefault("end", "ended")
         self._is_closed.set()
         if self._thread.is_alive():
             self._thread.join(_LAST_SECONDS)
@@ -65,7 +65,7 @@ class Status:
                 now.update(self._now())
             fixed = {**self._fixed, "time": round(time.time(), 3)}
             if self._is_ours():
-                self._sink.put(json.dumps({**fixed, **self._phases.figures, **now, "row": self._phases.open_row()}, default=str))
+                self._sink.put(json.dumps({**fixed, **self._timeline.figures, **now, "row": self._timeline.open_row()}, default=str))
             if not is_last:
                 self._is_closed.wait(_SECONDS)
 

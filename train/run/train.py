@@ -38,7 +38,6 @@ from ..hooks import Evaluations, Hook, Hooks, open_evaluations, open_hooks
 from ..processes.processes import agree_on_input, barrier, clock_ahead, number_of_processes, shared_store, this_process
 from ..processes.watch import Watch
 from ..records.console import Screen
-from ..records.phases import OTHER
 from ..records.profiler import Profiler
 from ..records.progress import memory_of_devices
 from ..records.records import Records, open_loggers
@@ -46,6 +45,7 @@ from ..records.sink import describe_lost
 from ..records.status import Status
 from ..records.step_range import StepRange
 from ..records.summary import describe_data, describe_size, describe_start, describe_sync
+from ..records.timeline import OTHER
 from ..setup import Setup, prepare
 from ..setup.fit import compiled_to_fit, with_remat
 from ..setup.published import base_shapes
@@ -99,10 +99,10 @@ def train(
         records = Records(folder, process=process, loggers=loggers, begun=entered)
         closing.callback(records.close)
         is_ours = (lambda: True) if lock is None else lock.is_held
-        status = Status(folder, process, records.phases, lambda: {**watch.now(), "memory": memory_of_devices()}, is_ours=is_ours)
+        status = Status(folder, process, records.timeline, lambda: {**watch.now(), "memory": memory_of_devices()}, is_ours=is_ours)
         closing.callback(status.close)
         watch.on_end = lambda why: (records.stop(why=why), status.close())
-        records.phases.figures["clock"] = clock_ahead()
+        records.timeline.figures["clock"] = clock_ahead()
         _record_start(records, begun or entered, entered)
         _introduce(setup, data, screen)
         faults = Faults(
@@ -200,9 +200,9 @@ def _record_start(records: Records, begun: float, entered: float) -> None:
     """Records which process has started, when it began, and when it entered `train`, both in seconds since 1970."""
     processes = {"processes": number_of_processes(), "process": this_process(), "devices": jax.device_count()}
     who = {**processes, "host": socket.gethostname(), "pid": os.getpid()}
-    clock = round(records.phases.figures["clock"], 4)
+    clock = round(records.timeline.figures["clock"], 4)
     records.event("start", begun, entered - begun, **who, jax=jax.__version__, clock=clock)
-    records.phases.begin(OTHER)
+    records.timeline.begin(OTHER)
 
 
 @contextlib.contextmanager

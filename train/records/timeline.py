@@ -33,7 +33,7 @@ class _Phase(NamedTuple):
     """`since` is the moment in the event, by time.time(), and `clock` measures its length, by time.perf_counter()."""
 
 
-class Phases:
+class Timeline:
     """The phases of one process. write(row) appends an event. name, begun: the first phase, and when it began, in seconds since 1970.
 
     The training thread begins phases. Any thread may read the open one, and end the last one.
@@ -44,7 +44,7 @@ class Phases:
         now = time.time()
         self._phase: _Phase | None = _Phase(name, _none, begun or now, time.perf_counter() - (now - (begun or now)))
         self.figures: dict[str, Any] = {}
-        """What else the status says: the steps, the latest times, a save that is being written."""
+        """The status has these too: the steps, the times of the last ones, a save that is being written."""
 
     def begin(self, name: str, details: Details | None = None) -> None:
         """Ends the phase, and begins another."""

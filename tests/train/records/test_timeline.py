@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train.records.clock import Stretches
-from train.records.phases import Phases
 from train.records.records import Records
 from train.records.status import Status
+from train.records.timeline import Timeline
 from train.report.accounts import account
 from train.report.events import read_process
 from train.report.status import left_open, read_status, status_file
@@ -22,7 +22,7 @@ def time(monkeypatch):
     """The clock of phases and of stretches, set by hand, in seconds."""
     now = [1000.0]
     clock = SimpleNamespace(time=lambda: now[0], perf_counter=lambda: now[0])
-    for name in ("phases", "clock", "records"):
+    for name in ("timeline", "clock", "records"):
         monkeypatch.setattr(f"train.records.{name}.time", clock)
     return now
 
@@ -32,21 +32,21 @@ def time(monkeypatch):
 def test_each_second_is_in_exactly_one_event(parts):
     now, rows = [500.0], []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.records.phases.time", SimpleNamespace(time=lambda: now[0], perf_counter=lambda: now[0]))
-        phases = Phases(rows.append, "open", 490.0)
+        patch.setattr("train.records.timeline.time", SimpleNamespace(time=lambda: now[0], perf_counter=lambda: now[0]))
+        timeline = Timeline(rows.append, "open", 490.0)
         for name, before, inside in parts:
             now[0] += before / 1000
             if name == "nothing":
                 continue
             try:
-                with phases.phase(name, step=1):
+                with timeline.phase(name, step=1):
                     now[0] += inside / 1000
                     if name == "fails":
                         raise ValueError
             except ValueError:
                 assert not inside or rows[-1] == {**rows[-1], "phase": "other", "what": "fails", "failed": True}
-        phases.end()
-        phases.begin("late")
+        timeline.end()
+        timeline.begin("late")
     end = 490.0
     for row in rows:
         # A phase between two others that took no time has no event.
@@ -57,7 +57,7 @@ def test_each_second_is_in_exactly_one_event(parts):
 
 def test_stretches_grow_with_the_age_of_the_run(time):
     rows = []
-    stretches = Stretches(0, Phases(rows.append))
+    stretches = Stretches(0, Timeline(rows.append))
     for step in range(1, 30 * 24 * 3600 // 5):
         time[0] += 5
         stretches.step(step)
@@ -75,14 +75,14 @@ def test_a_stretch_has_the_time_that_the_host_waited_for_data_and_for_devices(ti
             yield {}
 
     rows = []
-    phases = Phases(rows.append)
-    stretches = Stretches(0, phases)
+    timeline = Timeline(rows.append)
+    stretches = Stretches(0, timeline)
     for step, _ in zip(range(1, 4), stretches.reading(read()), strict=False):
         time[0] += 0.5
         with stretches.waiting():
             time[0] += 1.5
         stretches.step(step)
-    assert phases.figures["recent"] == [{"seconds": 3, "steps": 1, "busy": 1.5, "data": 1}] * 2
+    assert timeline.figures["recent"] == [{"seconds": 3, "steps": 1, "busy": 1.5, "data": 1}] * 2
     with stretches.interrupted(3):
         time[0] += 100
     stretches.end(3)
@@ -98,10 +98,10 @@ def write_status(folder, process, **values):
 def test_what_a_killed_process_did_is_added_by_readers_and_by_its_next_start(tmp_path, time, read_rows):
     records = Records(tmp_path, process=2, begun=990.0)
     records.event("start", 980.0, 10.0)
-    records.phases.begin("compile")
+    records.timeline.begin("compile")
     time[0] += 30
     row = {"phase": "compile", "time": 1000.0, "seconds": 30.0}
-    assert records.phases.open_row() == row
+    assert records.timeline.open_row() == row
     write_status(tmp_path, 2, time=1030.0, row=row)
     assert [event.phase for event in read_process(tmp_path, 2)[0]] == ["start", "open", "compile"]
     # The process is killed here.
@@ -139,7 +139,7 @@ def test_a_damaged_status_is_none(text, tmp_path):
 
 def test_the_last_status_says_why_the_process_ended(tmp_path):
     records = Records(tmp_path, process=1, begun=990.0)
-    status = Status(tmp_path, 1, records.phases, lambda: {"doing": "step 7"})
+    status = Status(tmp_path, 1, records.timeline, lambda: {"doing": "step 7"})
     records.stop(why="SIGTERM")
     status.close()
     found = read_status(tmp_path, 1)
@@ -151,7 +151,7 @@ def test_a_disk_that_does_not_answer_holds_up_nobody(tmp_path, monkeypatch):
     is_there, answers = threading.Event(), threading.Event()
     monkeypatch.setattr(Status, "_replace", lambda self, text: (is_there.set(), answers.wait()))
     records = Records(tmp_path)
-    status = Status(tmp_path, 0, records.phases)
+    status = Status(tmp_path, 0, records.timeline)
     assert is_there.wait(10)
     with records.phase("save", step=1):
         pass
@@ -161,8 +161,8 @@ def test_a_disk_that_does_not_answer_holds_up_nobody(tmp_path, monkeypatch):
 
 
 def test_a_run_without_its_directory_writes_no_status(tmp_path, capsys):
-    phases = Phases(lambda row: None)
-    Status(tmp_path, 0, phases, is_ours=lambda: False).close()
+    timeline = Timeline(lambda row: None)
+    Status(tmp_path, 0, timeline, is_ours=lambda: False).close()
     assert not list(tmp_path.iterdir())
-    Status(tmp_path / "gone", 0, phases).close()
+    Status(tmp_path / "gone", 0, timeline).close()
     assert capsys.readouterr().err.count("status-0.json cannot be written") == 1
