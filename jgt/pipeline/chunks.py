@@ -1,16 +1,14 @@
 """The layers of each stage: a model's layers cut into chunks of almost equal length, laid out over the stages of a table.
 
-A schedule numbers the chunks along the model and says which stage runs which chunk. Every stage needs its layers as one
-array with the same shape on all stages, because all stages run the same program. Stacked weights [layers, ...] therefore
-become [stages, layers of a stage, ...], where the layers of a stage are its chunks one after another. Chunks differ by one
-layer at most; the shorter ones are padded with a layer that is computed and dropped, which costs no time, since all stages
-wait for the longest chunk anyway. Seven layers on two stages with two chunks each (interleaved), -1 for padding:
+A schedule says which stage runs which chunk. All stages run the same program, so the stacked weights [layers, ...] become [stages, layers
+of a stage, ...], where the layers of a stage are its chunks one after another. Shorter chunks are padded with a layer that is computed and
+dropped, which costs no time, since all stages wait for the longest chunk anyway. Seven layers on two stages with two chunks each
+(interleaved), -1 for padding:
 
     chunks: 0 1 | 2 3 | 4 5 | 6 -1      stage 0: layers 0 1 4 5      stage 1: layers 2 3 6 -1
 
-The parameters of layers are stored by stage if each stage runs as many neighbouring layers, so that no step has to move them.
-Otherwise another dim is split over the stages, and each step moves every weight to its stage and its gradient back by one
-all-to-all. No split of the dim of layers would do: chunks that a stage runs are not neighbours, or are not equally long.
+The parameters of layers are stored by stage if each stage runs as many neighbouring layers. Elsewhere no split of the dim of layers would
+do, so another dim is split over the stages, and each step moves every weight to its stage and its gradient back by one all-to-all.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """The two ends of the pipeline, for one microbatch: embedding and the values that enter the layers; head, loss and totals.
 
-The ends run outside of the stages' shard_map, on all stages together: to them the stage axis is an axis like any other, so
-a vocabulary may be sharded over it and no stage waits while another one computes logits. They are programs cut from the
-user's loss (`Split.embed`, `Split.head`). `embed` maps one microbatch to what travels, and `totals` maps what the last
-chunk returns to sums over the microbatch; `embed_back` and `head` are their derivatives.
+The ends run outside of the stages' shard_map, on all stages together: to them the stage axis is an axis like any other, so a vocabulary may
+be sharded over it and no stage waits while another one computes logits. `embed` maps one microbatch to what travels, and `totals` maps what
+the last chunk returns to sums over the microbatch; `embed_back` and `head` are their derivatives.
 
-The batch has the rows of one data shard, reshaped to [microbatches, rows of one, ...], so that a tick can select its
-microbatch by an index that is traced. With a batch of 16 rows over 2 data shards and 4 microbatches, tokens [16, seq] are
-[8, seq] on a shard and [4, 2, seq] here.
+With a batch of 16 rows over 2 data shards and 4 microbatches, tokens [16, seq] are [8, seq] on a shard and [4, 2, seq] here, so that a tick
+can select its microbatch by an index that is traced.
 """
 
 from __future__ import annotations

@@ -1,18 +1,10 @@
 """The executor: runs any table in one SPMD program, with two shard_maps, one inside the other.
 
-The outer shard_map makes the axes that split the batch manual. Each data shard then runs the whole loop over ticks on its
-own rows, and gradients are reduced over these axes once, after the loop. With automatic axes, the partitioner would reduce
-them after every microbatch. In this outer region embedding and head see the stage axis as any other axis, so that their
-vocabulary may be sharded over it.
-
-The inner shard_map makes the stage axis manual, too, for the items of the layers only: there each stage does its own work
-and sends activations with `ppermute`. All remaining axes (tensor, expert) stay with the partitioner in both regions, so
-the layers' rules apply inside a pipeline as outside.
-
-    value                   stored                  in the outer shard_map       in the inner one, on a stage
-    weights of the layers   [layers, ...]           [stages, layers each, ...]   [layers each, ...]
-    tokens, 2 data shards   [batch, seq]            [batch / 2, seq]             [microbatches, rows of one, seq]
-    a gradient              [layers, ...]           [stages, layers each, ...]   [layers each, ...]
+The outer shard_map makes the axes that split the batch manual. Each data shard then runs the whole loop over ticks on its own rows, and
+gradients are reduced over these axes once, after the loop. With automatic axes, the partitioner would reduce them after every microbatch.
+The inner shard_map makes the stage axis manual, too, for the items of the layers only: there each stage does its own work and sends
+activations with `ppermute`. All remaining axes (tensor, expert) stay with the partitioner in both regions, so the layers' rules apply
+inside a pipeline as outside. `links/layout.py` shows the shapes of a weight in each region.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
 """One layer as programs: forward, backward and, on their own, weight gradients, with the values that they leave for each other.
 
-A pipeline cannot differentiate its loop with `jax.grad`: the backward pass of one microbatch runs between the forward
-passes of others, and its residuals wait in buffers that have a fixed number of slots. So the derivative of one layer is
-taken here, once, at the shapes of one microbatch, and cut into programs that the loop calls when the table says so:
+A pipeline cannot differentiate its loop with `jax.grad`: the backward pass of one microbatch runs between the forward passes of others, and
+its residuals wait in buffers that have a fixed number of slots. So the derivative of one layer is taken here, once, at the shapes of one
+microbatch, and cut into programs that the loop calls when the table says so:
 
     forward           inputs                       →  travel, saved
     backward          inputs, saved, cotangents    →  cotangents, gradients, stashed
     weight_gradients  inputs, saved, stashed       →  gradients
 
-Two ideas keep the buffers small. A residual is saved only if it depends on what travels (the activation of this
-microbatch); residuals that follow from weights or inputs alone, such as a mask, are computed again. And where the table has
-items for weight gradients, the backward program contains only what the cotangent needs, so that the previous stage can
-continue; the rest runs later from the saved residuals and the few intermediate cotangents that are stashed (Qi et al.,
-Zero Bubble Pipeline Parallelism, https://arxiv.org/abs/2401.10241).
+A residual is saved only if it depends on the activation of this microbatch; what follows from weights or inputs alone, such as a mask, is
+computed again. Where the table has items for weight gradients, the backward program contains only what the cotangent needs, so that the
+previous stage can continue, and stashes the few cotangents that the rest needs later (Qi et al., Zero Bubble Pipeline Parallelism,
+https://arxiv.org/abs/2401.10241).
 """
 
 from __future__ import annotations

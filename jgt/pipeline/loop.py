@@ -1,15 +1,12 @@
 """The loop over a table's ticks on one data shard: the stages' items, with embedding and head between them.
 
-One scan for each segment of the table runs its ticks. Its body is one tick: embed the microbatch that enters, let every stage do its
-forward item, run head and loss for the microbatch that left the last chunk, then the backward items, the embedding's gradient and
-the weight gradients. All devices run all ticks together, and none branches on where it is, because SPMD programs deadlock
-when devices disagree about collectives. A stage without an item computes garbage, which is written to a slot that is never read and
-masked out of every sum. It costs no time, since the other stages are busy meanwhile. All devices together
-skip embedding and head in ticks that have no microbatch for them.
+One scan for each segment of the table runs its ticks. All devices run all ticks together, and none branches on where it is, because SPMD
+programs deadlock when devices disagree about collectives. A stage without an item computes garbage, which is written to a slot that is
+never read and masked out of every sum. All devices together skip embedding and head in ticks that have no microbatch for them.
 
-The backward pass is written out here and not derived: `jax.grad` of the loop would keep residuals of every tick and run
-all backward passes after all forward passes, which is gpipe whatever the table says. So the loss must be linear in its
-totals; then `seeds`, its derivative by the totals of one microbatch, are known before the first tick.
+The backward pass is written out here and not derived: `jax.grad` of the loop would keep residuals of every tick and run all backward passes
+after all forward passes, which is gpipe whatever the table says. So the loss must be linear in its totals; then `seeds`, its derivative by
+the totals of one microbatch, are known before the first tick.
 """
 
 from __future__ import annotations

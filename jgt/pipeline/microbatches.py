@@ -1,10 +1,7 @@
 """The kinds of the inputs of a pipelined call: rows of the batch, a random key, or one value for all rows.
 
-A pipeline cuts the batch into microbatches, so it has to know which dims are the batch. Suppose a loss takes tokens
-[32, 128], weights [32, 128] and a table of frequencies [64, 16], and the rules say `inputs: [batch, ...]` with batch on the
-axis data. Then the first dim of the inputs that a rule shards is the batch, 32 rows over data; tokens and
-weights are cut, and the table is an error: its 64 rows are not the batch. A rule `[]` for it says that all rows share it.
-If the rules shard no input, the first dim of the first input counts as the batch.
+A pipeline cuts the batch into microbatches, so it has to know which dims are the batch: the first dim of the inputs that a rule shards or,
+if the rules shard no input, of the first input. docs/pipeline.md has an example.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """A loss with a pipeline inside, as a function with a custom derivative.
 
-To its caller a pipelined loss is an ordinary function of (parameters, inputs) that `jax.value_and_grad` differentiates.
-Inside, forward and backward passes of different microbatches are interleaved, so the gradient cannot come from JAX's
-transposition of the forward pass: one loop computes loss and gradients together. `jax.custom_vjp` joins the two views. Its
-forward rule runs the whole training loop and returns the gradients as residuals; its backward rule multiplies them by the
-cotangent of the loss. Without differentiation only the forward passes run.
+Forward and backward passes of different microbatches are interleaved, so the gradient cannot come from JAX's transposition of the forward
+pass: one loop computes loss and gradients together. `jax.custom_vjp` hides that from the caller. Its forward rule runs the whole training
+loop and returns the gradients as residuals; its backward rule multiplies them by the cotangent of the loss. Without differentiation only
+the forward passes run.
 
-The loss is split into a beginning (`shared`: casts and scalings of parameters), the pipeline, and an end (`after`: from
-totals over the batch to the results). With loss = after(totals(shared(params)), params), the gradient is
+The loss is split into a beginning (`shared`), the pipeline, and an end (`after`). With loss = after(totals(shared(params)), params), the
+gradient is
 
     shared's vjp of (the pipeline's gradients with seeds d after / d totals)  +  d after / d params
 

@@ -1,13 +1,9 @@
 """A loss cut into parts around its layer scan: what runs once, what runs for each microbatch, and what runs at the end.
 
-The user writes one function of the whole batch. The pipeline needs several: the beginning that prepares parameters, the
-embedding, the layers and the head of one microbatch, and the end that makes results of totals. They are cut from traces of
-the user's function, and nothing about the function is assumed except that it has one layer scan under the signal.
-
-Two traces are used. The `whole` program has the full batch: it shows which of its numbers are sums over the batch, and its
-beginning and end run outside of the pipeline. The `micro` program has the rows of one microbatch on one data shard: its
-embedding, layers and head run inside, tick by tick. Equation by equation the two are the same program, which
-`jgt.pipeline.batch.align` establishes, so a number found in the one has its variable in the other. For a decoder:
+The parts are cut from two traces of the user's function. The `whole` program has the full batch: it shows which of its numbers are sums
+over the batch, and its beginning and end run outside of the pipeline. The `micro` program has the rows of one microbatch on one data shard:
+its embedding, layers and head run inside, tick by tick. Equation by equation the two are the same program, which `jgt.pipeline.batch.align`
+establishes, so a number found in the one has its variable in the other. For a decoder:
 
     loss = sum(nats · weights) / sum(weights)
     shared      params → weights, common       casts to bf16

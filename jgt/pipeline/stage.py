@@ -1,12 +1,9 @@
 """The work of one stage on the items of a tick: forward, backward and weight gradients of one chunk, layer by layer.
 
-These functions run on one stage, inside a shard_map over the stage axis: arrays have no dim of stages, collectives go along
-the stage axis, and the other mesh axes belong to the partitioner or to the shard_map around. A stage without an item computes on
-zeros or stale values, into buffer slots that nothing reads (`idle: compute`), which leaves collectives within a layer possible.
-Where layers contain no collectives, a stage may skip them (`idle: skip`).
-
-A chunk is a scan over its layers, not an unrolled loop, so the program is as long for 80 layers as for 8. Weights stay
-stacked [layers of a stage, ...], and each iteration slices its own layer.
+These functions run inside a shard_map over the stage axis: arrays have no dim of stages, and the other mesh axes belong to the partitioner
+or to the shard_map around. A stage without an item computes on zeros or stale values, into buffer slots that nothing reads (`idle:
+compute`), which leaves collectives within a layer possible. Where layers contain no collectives, a stage may skip them (`idle: skip`). A
+chunk is a scan over its layers, so the program is as long for 80 layers as for 8.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """`jgt.Pipeline`, which puts a call into stages: whether it can be, where its program is split, and where its parameters are stored.
 
-The pipeline runs the loss microbatch by microbatch, so it needs the program of one microbatch. jgt gets it by tracing the
-user's function again with fewer rows, and a third time with another batch size, to prove that the results of the
-whole batch can be added up from its parts (`jgt.pipeline.batch`). Then the program is split around the layer scan: the part
-before the layers, one layer, and the part after them. The rules are applied to each part where it runs.
+The pipeline needs the program of one microbatch. jgt gets it by tracing the user's function again with fewer rows, and a third time with
+another batch size, to prove that the results of the whole batch can be added up from its parts (`jgt.pipeline.batch`). Then the program is
+split around the layer scan, and the rules are applied to each part where it runs.
 """
 
 from __future__ import annotations

@@ -1,30 +1,17 @@
 """A table as arrays, which a loop over its ticks reads as `lax.scan` reads its inputs.
 
-A schedule with many ticks must not unroll into many copies of the layers, so the table goes into the program as data: for
-each tick and stage the microbatch, the chunk and the buffer slots of its items, and for each tick the microbatch that the
-embedding and the head work on. A scan has one body, but warm-up ticks have no backward items and drain ticks no forward
-items. The table is therefore cut into segments of consecutive ticks with the same kinds of items, and each segment is a
-separate scan. 1f1b on 2 stages with 3 microbatches, F for forward items and B for backward items, has three segments:
+A schedule with many ticks must not unroll into many copies of the layers, so the table goes into the program as data. A scan has one body,
+but warm-up ticks have no backward items and drain ticks no forward items. The table is therefore cut into segments of consecutive ticks
+with the same kinds of items, and each segment is a separate scan. 1f1b on 2 stages with 3 microbatches has three segments: tick 0, ticks 1
+to 3, and tick 4.
 
     tick         0      1      2      3      4
     stage 0      F0     F1     F2 B0  B1     B2
-    stage 1      -      F0 B0  F1 B1  F2 B2  -          F: tick 0     F and B: ticks 1 to 3     B: tick 4
+    stage 1      -      F0 B0  F1 B1  F2 B2  -
 
-The values in the table are the same on every device, but each stage reads its own column.
-
-Whatever one tick computes and a later tick reads must be in the carry of the scan, at a fixed shape. Activations, residuals and
-cotangents wait in buffers with as many slots as the table ever needs at once (`jgt.schedule.buffers` assigns the slots), so memory does
-not grow with the number of microbatches unless the schedule itself does, as gpipe. Everything else that is carried is a sum: totals of
-the loss, and gradients. Buffers have a leading dim of stages, which the shard_map over the stage axis splits. Shapes with 2 stages,
-3 layers each in one chunk, an activation f32[4, seq, embed] and weights f32[6, embed, ffn]:
-
-    inbox       [2, slots, 4, seq, embed]         activations that arrived from another stage
-    inbox_back  [2, slots, 4, seq, embed]         cotangents that arrived, from another stage or from the head
-    saved       [2, slots, 3, 4, seq, embed]      residuals, one list entry for each residual of a layer
-    stashed     [2, slots, 3, ...]                inputs of weight gradients that are not residuals
-    sums        [2, 3, embed, ffn]                gradients of the weights, in f32 at least
-
-The order of the fields of the carry is the order of the operands of the compiled loops.
+Whatever one tick computes and a later tick reads must be in the carry of the scan, at a fixed shape. Values that wait are in buffers with
+as many slots as the table ever needs at once (`jgt.schedule.buffers` assigns the slots), so memory does not grow with the number of
+microbatches unless the schedule itself does, as gpipe. Everything else that is carried is a sum.
 """
 
 from __future__ import annotations
@@ -240,8 +227,10 @@ def _grid(rows: Sequence[Row], value: Callable[[Item], int], dtype: type[_Scalar
 class StageBuffers:
     """The buffers of the stages, or some of them. An empty list is a buffer that does not exist or is not passed.
 
-    sums: the gradients of a stage's weights, then of the common values that its layers read, where these have gradients, added up over
-    microbatches; those of common values over the stage's layers, too.
+    inbox: activations from another stage, [slots, ...]. inbox_back: cotangents from another stage or from the head. saved: residuals of
+    layers, [slots, layers of a chunk, ...]. stashed: inputs of weight gradients that are not residuals. sums: the gradients of a stage's
+    weights, then of the common values that its layers read, where these have gradients, added up over microbatches; those of common values
+    over the stage's layers, too.
     """
 
     inbox: Arrays = field(default_factory=Arrays)

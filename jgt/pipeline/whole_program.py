@@ -1,13 +1,10 @@
 """The program of the whole batch, which shows where its layers are, and what its microbatches must read and bring out.
 
-A pipeline sees one microbatch at a time, so whatever depends on the whole batch has to cross its border as numbers without
-rows. Two sets of such numbers follow from the program alone. The *frontier* is what the results need and only the pipeline
-can compute, for example the sum of token losses: each must be a sum or mean over the batch, so that the microbatches'
-values can be added up. The *statistics* are sums of inputs that rows are combined with again, for example the number of
-tokens in `losses / num_tokens`: they are computed beforehand and handed to every microbatch.
-
-Whether a number is a sum, a mean or neither is the question that `jgt.pipeline.batch` answers (`Growth`), by comparing the program
-with the same program at another batch size. What has no answer is refused here, with the line of the user's code.
+Whatever depends on the whole batch has to cross the border of the pipeline as numbers without rows. The *frontier* is what the results need
+and only the pipeline can compute, for example the sum of token losses: each must be a sum or mean over the batch, so that the microbatches'
+values can be added up. The *statistics* are sums of inputs that rows are combined with again, for example the number of tokens in `losses /
+num_tokens`: they are computed beforehand and handed to every microbatch. `jgt.pipeline.batch` says what is a sum or a mean (`Growth`). What
+is neither is refused here, with the line of the user's code.
 """
 
 from __future__ import annotations

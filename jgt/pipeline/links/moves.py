@@ -1,9 +1,8 @@
 """Values move in a pipeline: they are gathered over the batch's axes and laid out over the stages, and their gradients are reduced.
 
-The partitioner cannot gather over the batch's axes, which are manual, so every value crosses two borders here. On the way in it becomes
-whole over them: once a step, outside of the shard_map, where the partitioner gathers best, or layer by layer inside of it. On the way out
-its gradient is reduced: stacked along a new dim of data shards that the shard_map's output spec assembles, then reduce-scattered to the
-layout of the parameter.
+The partitioner cannot gather over the batch's axes, which are manual. So a value becomes whole over them on the way in: once a step,
+outside of the shard_map, where the partitioner gathers best, or layer by layer inside of it. On the way out its gradient is stacked along a
+new dim of data shards that the shard_map's output spec assembles, then reduce-scattered to the layout of the parameter.
 
 The invariant is that a gradient crosses the batch's axes once a step, not once a microbatch.
 """

@@ -1,17 +1,14 @@
 """The links between stages, which send activations and cotangents along the ring, and from one stage to all.
 
-All devices of a stage (tensor, expert) have the same activation, or parts of it, if rules split it over them. If each of them
-sent all of it, the network would carry the same bytes as many times as a stage has devices. Here each device sends one part,
-and its stage puts the parts together again over its own, faster links (Narayanan et al., Efficient Large-Scale Language Model
-Training on GPU Clusters, section 4.1, https://arxiv.org/abs/2104.04473). With tensor 4 and an activation [rows, seq, embed]:
+All devices of a stage (tensor, expert) have the same activation, or parts of it, if rules split it over them. If each of them sent all of
+it, the network would carry the same bytes as many times as a stage has devices. Here each device sends one part, and its stage puts the
+parts together again over its own, faster links (Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, section
+4.1, https://arxiv.org/abs/2104.04473). With tensor 4, an activation [rows, seq, embed] is sent as [rows, seq / 4, embed] by each device,
+and an all-gather over tensor puts it together.
 
-    on a device      [rows, seq, embed]          the same on all four
-    sent             [rows, seq / 4, embed]      one part each
-    put together     [rows, seq, embed]          an all-gather over tensor
-
-The collectives run in a shard_map over the axes of a stage, inside of that over the stage axis. A sharding constraint would not
-do: the partitioner would lay the layers out like what they send. And where all axes are manual, values travel in their own
-type on every platform. XLA on CPU aborts on half-precision sums in a region that is manual over some axes only.
+The collectives run in a shard_map over the axes of a stage, inside of that over the stage axis. A sharding constraint would not do: the
+partitioner would lay the layers out like what they send. And where all axes are manual, values travel in their own type on every platform.
+XLA on CPU aborts on half-precision sums in a region that is manual over some axes only.
 """
 
 from __future__ import annotations
