@@ -1,9 +1,6 @@
 """The proof that a loss may be computed from microbatches: when is f(batch) the sum, or the mean, of f over parts of the batch?
 
-This is the door of the room; import from here only. `joined_results` says which results of a function may be joined from parts of its
-batch. For pipelines, `growth_of` compares two traces of a function and says how each value grows with the batch, and `align_microbatch`
-maps its equations to the equations of the trace that a microbatch runs. README.md explains the question, the rules and one example; read it
-before the files.
+This is the door of the room; import from here only. README.md explains the question, the rules and one example; read it before the files.
 """
 
 from jgt.pipeline.batch.align import align_microbatch

@@ -1,11 +1,9 @@
 """Which equation of a microbatch's program corresponds to which equation of the whole batch's.
 
-Growth is known for the values of the whole program, but the pipeline runs the program of a microbatch, so it needs a map
-between the two. With two or more rows in both, they have the same equations in the same order. With one row in a
-microbatch they do not: JAX leaves out broadcasts and reshapes of a dim of size 1, and nothing has compared the program at one row
-with any other yet. So the two lists are compared as texts are (difflib). Equations that only one of them has must be of the
-kind that JAX leaves out, and the others must compute the same. Otherwise the model looks at its batch size (`if len(x) > 1`)
-and would train differently in a microbatch.
+Growth is known for the values of the whole program, but the pipeline runs the program of a microbatch. With one row in a microbatch, JAX
+leaves out broadcasts and reshapes of a dim of size 1. So the two lists are compared as texts are (difflib). Equations that only one of them
+has must be of the kind that JAX leaves out, and the others must compute the same. Otherwise the model looks at its batch size (`if len(x) >
+1`) and would train differently in a microbatch.
 """
 
 from __future__ import annotations

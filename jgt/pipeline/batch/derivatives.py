@@ -1,10 +1,8 @@
 """The derivatives that jax.custom_jvp and jax.custom_vjp functions bring along: what they must be for a batch that is split.
 
-JAX's own derivative of a sum over rows is again a sum over rows. A custom derivative may be any code: one that clips the gradient of
-a weight, or subtracts its mean over the batch, gives another result for every split. So the backward pass of such a call is
-traced, and its values are followed like the values of the program. The loss is the sum of what its microbatches contribute, so
-each cotangent has a known extent (`cotangent_extent`), and each gradient must come out with the extent that a true derivative
-has (`is_gradient_extent`).
+A custom derivative may be any code: one that clips the gradient of a weight, or subtracts its mean over the batch, gives another result for
+every split. So the backward pass of such a call is traced, and its values are followed like the values of the program. Each cotangent has a
+known extent (`cotangent_extent`), and each gradient must come out with the extent that a true derivative has (`is_gradient_extent`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """The growth of a value with the batch: like a sum over it, like a mean, or in a way that parts of the batch cannot reproduce.
 
-The degree of a value says what happens when the batch is repeated: 0 if the value stays as it is (a mean), 1 if it doubles
-(a sum), -1 if it halves (1 / batch size). Degrees obey the algebra of powers: a product adds them, a quotient subtracts them,
-a sum over rows adds 1, and x + y needs two equal ones. A pipeline adds up what has degree 1 over its microbatches and averages
-what has degree 0. But degree alone is not enough: mean(x) * mean(x) has degree 0 and is not the mean of such products. So
-`exact` records whether a value is still linear in what was summed.
-
-Literals have a degree too. A mean is traced as a sum divided by a literal, the number of elements. It must be recognised as growing
-with the batch, or the mean would be taken for a sum. Nothing in the program says so, but at twice the batch the same literal is
-twice as large. So the second half of this file compares the constants of two traces.
+Literals have a degree, too. A mean is traced as a sum divided by a literal, the number of elements. Nothing in the program says that it
+grows with the batch, but at twice the batch the same literal is twice as large. So the second half of this file compares the constants of
+two traces.
 """
 
 from __future__ import annotations

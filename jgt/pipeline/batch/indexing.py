@@ -1,13 +1,11 @@
 """Rules for gather and scatter, and for the indices of rows that go into them.
 
-A lookup by a computed index may read any row, so it is refused, with two exceptions that are common in losses. The lookup may happen
-within each row: jnp.take_along_axis and jax.vmap make the rows a batching dim of the gather. Or the index may contain each
-row's own place: x[jnp.arange(batch), targets] takes one element from each row. JAX builds the index of the second kind in
-several steps (negative places count from the end, the indices of all dims are concatenated), and `index_rows`
-follows a place through exactly those steps. Any other use of places is refused, because a microbatch counts its places from 0.
+A lookup by a computed index may read any row, so it is refused, with two exceptions. The lookup may happen within each row:
+jnp.take_along_axis and jax.vmap make the rows a batching dim of the gather. Or the index may contain each row's own place:
+x[jnp.arange(batch), targets] takes one element from each row. JAX builds the index of the second kind in several steps (negative places
+count from the end, the indices of all dims are concatenated), and `index_rows` follows a place through exactly those steps.
 
-XLA's gather and scatter define the terms offset, collapsed, batching and window dims:
-https://openxla.org/stablehlo/spec#gather
+XLA's gather and scatter define the terms offset, collapsed, batching and window dims: https://openxla.org/stablehlo/spec#gather
 """
 
 from __future__ import annotations

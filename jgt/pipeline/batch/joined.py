@@ -1,8 +1,7 @@
-"""Which results of a function of a batch can be joined from the results of its parts.
+"""Which results of a function of a batch can be joined from the results of its parts, as in an accumulated step.
 
-An accumulated step runs a loss on parts of the batch and adds up or averages what it returns. A mean over rows has the same mean over equal
-parts, a sum the same sum. But a loss that compares the rows of its batch with each other, such as a contrastive one, is another loss on
-a part: it has fewer rows to compare with.
+A loss that compares the rows of its batch with each other, such as a contrastive one, is another loss on a part: it has fewer rows to
+compare with.
 """
 
 from __future__ import annotations

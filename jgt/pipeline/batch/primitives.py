@@ -1,10 +1,8 @@
 """Which primitives keep the rows of a batch apart, and where their results have them.
 
-Three groups need no rule of their own. Elementwise primitives leave the rows where they are. Primitives that work on the last dims
-(Cholesky, FFT) keep rows apart as long as the rows are in front of those dims. Kernels are opaque: a Pallas or cuDNN kernel is
-trusted if everything it reads and returns has the rows in dim 0. Other primitives have a rule in the table `RULES`, and one
-without a rule is refused. Whatever a rule claims is then compared with the shapes at two batch sizes: a result that
-grows with the batch must have its rows in the dim that grows.
+Elementwise primitives, primitives of the last dims and kernels need no rule of their own. Other primitives have a rule in the table
+`RULES`, and one without a rule is refused. Whatever a rule claims is then compared with the shapes at two batch sizes: a result that grows
+with the batch must have its rows in the dim that grows.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Rules for the primitives that move rows to another dim or work along a dim, and the table of all rules.
 
-A rule gets an equation, its twin at another batch size, and the rows of its operands, at least one of which has some. It returns the
-rows of the results (one `Rows` if all results share them) or raises MixingError. A rule may assume that its answer is
-compared with the dim that grows with the batch, so it need not check that dim itself.
-
-The neighbouring files have the longer rules: `slices` for parts and copies of dims, `indexing` for gather and scatter. You look
-something up here when a program is refused, or when JAX has a new primitive.
+A rule gets an equation, its twin at another batch size, and the rows of its operands, at least one of which has some. It returns the rows
+of the results (one `Rows` if all results share them) or raises MixingError. A rule may assume that its answer is compared with the dim that
+grows with the batch, so it need not check that dim itself.
 """
 
 from __future__ import annotations

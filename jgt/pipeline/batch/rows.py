@@ -1,13 +1,8 @@
 """Where a value has the rows of the batch, and what must hold of them so that a microbatch can compute its own.
 
-A microbatch is some neighbouring rows of the batch. It computes for its rows what the whole batch would have, if every equation
-makes row i of its results from row i of its operands. So the dim of the rows is followed through a program, one equation at
-a time: `primitives` has the rules, `row_rules`, `slices` and `indexing` the longer ones. A primitive or a case that has no rule is
-assumed to mix rows, because a wrong refusal costs the user a line and a wrong acceptance costs them a model. This file
-defines `Rows` and the checks that many rules share.
-
-Most functions here take the equation together with its `twin`: the same equation, traced at another batch size. What
-differs between the two is what depends on the batch size, so no dim has to be guessed from its length.
+A primitive or a case that has no rule is assumed to mix rows, because a wrong refusal costs the user a line and a wrong acceptance costs
+them a model. Most functions here take the equation together with its `twin`: the same equation, traced at another batch size. What differs
+between the two is what depends on the batch size, so no dim has to be guessed from its length.
 """
 
 from __future__ import annotations

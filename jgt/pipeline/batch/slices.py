@@ -1,9 +1,8 @@
 """Rules for the primitives that take parts of a dim, or put parts and copies together: slice, split, concatenate, pad, tile.
 
-A part of the rows is not something that a microbatch has: the first half of the batch lies in other microbatches than the second. Three
-cases are safe and common. A slice may take the whole rows' dim. It may take every n-th row where n divides both batch
-sizes, because n neighbours are then in the same microbatch. And where the dim has several copies of all rows, as after
-concatenate([x, y]), it may take whole copies.
+A microbatch does not have a part of the rows, since the first half of the batch lies in other microbatches than the second. Three cases are
+safe. A slice may take the whole rows' dim. It may take every n-th row where n divides both batch sizes, because n neighbours are then in
+the same microbatch. And where the dim has several copies of all rows, as after concatenate([x, y]), it may take whole copies.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """The walk through a program that finds the extent of every value, by comparing the program with itself at another batch size.
 
-The two traces have the same equations, so they are walked in step: each equation with its twin. An equation without programs inside gets
-the extents of its results from `result_rows` and `result_extent`. A problem does not stop the walk. It becomes part of the
-value's extent and of everything computed from it, because only a problem that reaches a result of the function matters.
+The two traces are walked in step: each equation with its twin. A problem does not stop the walk. It becomes part of the value's extent and
+of everything computed from it, because only a problem that reaches a result of the function matters.
 
-An equation with programs inside (jit, checkpoint, scan, cond, while, custom derivatives) is entered. A loop may change the extent of
-what it carries: a sum that starts at 0 grows with the batch after the first iteration. So its body is walked until the
-carry's extents no longer change, which takes a few turns at most, because extents only ever become less special. Two things must be
-the same in every microbatch: how often a while loop runs, and which branch of a cond does.
+A loop may change the extent of what it carries: a sum that starts at 0 grows with the batch after the first iteration. So its body is
+walked until the carry's extents no longer change, which takes a few turns at most, because extents only ever become less special.
 """
 
 from __future__ import annotations
