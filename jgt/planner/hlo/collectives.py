@@ -5,14 +5,12 @@ A line of XLA's text is not a row of the result. This line, for example, runs in
     %all-reduce.2 = (f32[], f32[32,16]{1,0}) all-reduce(%loss, %dot.1), channel_id=2, replica_groups=[1,8]<=[8],
         use_global_device_ids=true, to_apply=%add, metadata={op_name="jit(step)/(jvp(sig.head)/reduce_sum:transpose(jvp(sig.mlp))/dot)"}
 
-XLA combined two all-reduces into one. They are taken apart again, operand by operand, because each has its own signal: 4 bytes
-of `head`, forward, and 2048 bytes of `mlp`, backward, both over all eight devices, and both counted five times. Where XLA instead
-concatenated the arrays into one operand, the parts of the concatenation are the pieces. `channel_id` only numbers the collectives.
+XLA combined two all-reduces into one. They are taken apart again, operand by operand, because each has its own signal: 4 bytes of `head`,
+forward, and 2048 bytes of `mlp`, backward, both over all eight devices, and both counted five times. Where XLA instead concatenated the
+arrays into one operand, the parts of the concatenation are the pieces.
 
-Bytes are what one device sends if a ring does the work, the usual measure: with n devices and an array of B bytes in all,
-B(n-1)/n for all-gather, reduce-scatter and all-to-all, and twice that for all-reduce, which is a reduce-scatter and an all-gather
-(Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, IJHPCA 19, 2005). How much a ragged all-to-all
-sends is known only when it runs; it counts as an all-to-all of its operand or its result, whichever is smaller.
+Bytes are what one device sends if a ring does the work (Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in
+MPICH, IJHPCA 19, 2005). `wire_bytes` has the formulas.
 """
 
 from __future__ import annotations

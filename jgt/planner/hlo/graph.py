@@ -1,11 +1,8 @@
 """The calls between computations, and the flow of values through them.
 
 XLA's text is flat. A collective in the body of a loop appears in it once although it runs in every iteration, and a value that enters the
-body is only `parameter(0)` there.
-
-An instruction runs as often as its computation, and a computation as often as all its callers together. A caller counts its body once
-(a call, a fusion, an asynchronous start), `trip_count` times (a loop), or the fraction of the visits that take the branch (a
-conditional). The product along nested loops follows from the recursion.
+body is only `parameter(0)` there. An instruction runs as often as its computation, and a computation as often as all its callers together.
+The product along nested loops follows from the recursion.
 """
 
 from __future__ import annotations

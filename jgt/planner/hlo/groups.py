@@ -1,7 +1,7 @@
 """Which devices exchange data in a collective, and along which mesh axes.
 
-XLA has several notations for the groups of a collective. For a mesh of data=2, stage=2, tensor=2 over eight devices, all of these say
-that devices which differ only in `stage` exchange data:
+XLA has several notations for the groups of a collective. For a mesh of data=2, stage=2, tensor=2 over eight devices, all of these say that
+devices which differ only in `stage` exchange data:
 
     replica_groups={{0,2},{1,3},{4,6},{5,7}}           one group after another; {} is one group of all devices
     replica_groups=[4,2]<=[2,2,2]T(0,2,1)              the rows of np.arange(8).reshape(2,2,2).transpose(0,2,1).reshape(4,2)
@@ -12,9 +12,9 @@ that devices which differ only in `stage` exchange data:
 A collective-permute has pairs instead, `source_target_pairs={{0,1},{1,0}}`. XLA's own axis names say nothing about the user's mesh, so
 every notation is expanded to device numbers, and an axis counts as involved if members of a group differ in it.
 
-JAX always makes one replica of several partitions. With `channel_id` (a number that all devices use for the same collective) and
-`use_global_device_ids=true` the numbers are devices; for all-gather, all-reduce and reduce-scatter with a `channel_id` alone, they are
-replicas, each with all its partitions, so that `{{0}}` is every device (GetCollectiveOpGroupMode in xla/service/collective_ops_utils.h).
+With `channel_id` and `use_global_device_ids=true` the numbers are devices; for all-gather, all-reduce and reduce-scatter with a
+`channel_id` alone, they are replicas, each with all its partitions. JAX always makes one replica, so that `{{0}}` is every device
+(GetCollectiveOpGroupMode in xla/service/collective_ops_utils.h).
 """
 
 from __future__ import annotations

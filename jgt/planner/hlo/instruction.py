@@ -6,15 +6,13 @@ broken here to fit:
     %all-gather-start = (f32[2,32]{1,0}, f32[16,32]{1,0}) all-gather-start(%param.1), channel_id=1, replica_groups=[1,8]<=[8],
         dimensions={0}, metadata={op_name="jit(step)/jvp(sig.linear)/dot_general" stack_frame_id=5}
 
-The name is `all-gather-start` (names are unique in a program, and often, but not always, begin with the op). The result is a tuple of
-two arrays; `{1,0}` is a layout, which changes no size and is ignored. `param.1` is the operand, and `op_name` is JAX's name stack, in
-which the scope `sig.linear` is the signal. Shapes are local: the part of an array on one device.
+Names are unique in a program, and often, but not always, begin with the op. The result is a tuple of two arrays; `{1,0}` is a layout, which
+changes no size and is ignored. Shapes are local: the part of an array on one device. `op_name` is JAX's name stack, in which the scope
+`sig.linear` is the signal.
 
-Collectives are either one instruction (`all-gather`) or a pair, `all-gather-start` and `all-gather-done`, between which the device
-does other work. A start returns its operands beside its results; the done takes the start and returns the results alone. XLA can also
-wrap any op in `async-start`, `async-update` and `async-done`, all three of which name the same computation; only the start runs it.
-
-The grammar is XLA's: https://github.com/openxla/xla/blob/main/xla/hlo/parser/hlo_parser.cc.
+A collective is one instruction or a pair, `all-gather-start` and `all-gather-done`, between which the device does other work. A start
+returns its operands beside its results. XLA can also wrap any op in `async-start`, `async-update` and `async-done`, all three of which name
+the same computation; only the start runs it. The grammar is XLA's: https://github.com/openxla/xla/blob/main/xla/hlo/parser/hlo_parser.cc.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """The work of an instruction for a device: the FLOPs of its matmuls, and the bytes that it reads and writes.
 
-XLA runs a step as a sequence of kernels, and a roofline needs two numbers of each. FLOPs are counted for matmuls and convolutions only;
-the rest of a step is limited by memory. A matmul can be a `dot`, a `dot` inside a fusion, or a custom call to a library:
+FLOPs are counted for matmuls and convolutions only; the rest of a step is limited by memory. A matmul can be a `dot`, a `dot` inside a
+fusion, or a custom call to a library:
 
     %fusion = f32[4,16]{1,0} fusion(%x, %y), kind=kCustom, calls=%fused
     %gemm = (f32[4,16]{1,0}, s8[4194304]{0}) custom-call(%x, %y), custom_call_target="__cublas$gemm", backend_config={...}
 
-A fusion is a computation that runs as one kernel: its operands and results pass through memory, the values inside do not. So bytes
-are the sizes of operands and results, except where a kernel touches only a slice: in the body of a loop over layers, a fusion that slices
-one layer out of the stacked parameters reads that layer, and one that updates a stack in place writes only the update.
+A fusion runs as one kernel, so its bytes are the sizes of operands and results, except where it touches only a slice: in the body of a loop
+over layers, a fusion that slices one layer out of the stacked parameters reads that layer, and one that updates a stack in place writes
+only the update.
 """
 
 from __future__ import annotations

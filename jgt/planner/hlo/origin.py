@@ -1,16 +1,16 @@
 """Where an instruction comes from: its signal, and whether it runs forward, backward or recomputes.
 
-XLA keeps JAX's name stack of each equation as `op_name`, through partitioning and fusion. A signal is a named scope with a prefix, and
-differentiation and rematerialization leave words of their own:
+XLA keeps JAX's name stack of each equation as `op_name`. A signal is a named scope with a prefix, and differentiation and rematerialization
+leave words of their own:
 
     jit(step)/jvp(sig.layers)/while/body/sig.attn/dot_general                                    layers/attn, forward
     jit(step)/transpose(jvp(sig.layers))/while/body/sig.attn/dot_general                         layers/attn, backward
     jit(step)/transpose(jvp(sig.layers))/while/body/rematted_computation/sig.attn/dot_general    layers/attn, recompute
 
-Names alone are not enough. XLA adds instructions without a name (the collectives of its partitioner, copies, concatenations that combine
-collectives), and JAX slices a loop's stacked parameters outside the scopes in which the body uses them. Such an instruction serves a
-neighbour that does have a name: so the search goes first through what it is computed from, then through what uses it, breadth first,
-and takes the nearest signal. It stops after a few hops; farther away, a signal would be a coincidence.
+XLA adds instructions without a name, such as the collectives of its partitioner, and JAX slices a loop's stacked parameters outside the
+scopes in which the body uses them. Such an instruction serves a neighbour that does have a name: so the search goes first through what it
+is computed from, then through what uses it, breadth first, and takes the nearest signal. It stops after a few hops; farther away, a signal
+would be a coincidence.
 """
 
 from __future__ import annotations

@@ -1,23 +1,8 @@
 """The text of a compiled program, read into computations and their instructions.
 
-XLA prints a program as a header and a list of computations, functions of one another; the one marked ENTRY is where it begins:
+XLA prints a program as a header with tables of source lines, and a list of computations; the one marked ENTRY is where it begins:
 
     HloModule jit_step, is_scheduled=true, entry_computation_layout={...}, num_partitions=8
-
-    %body (p: f32[4]) -> f32[4] {
-      %p = f32[4]{0} parameter(0)
-      ROOT %neg = f32[4]{0} negate(%p), metadata={op_name="jit(step)/while/body/neg" stack_frame_id=3}
-    }
-
-    ENTRY %main (x: f32[4]) -> f32[4] {
-      %x = f32[4]{0} parameter(0)
-      ROOT %loop = f32[4]{0} while(%x), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"5"}}
-    }
-
-Here the module is named `jit_step` and has the computations `body` and `main`. There are no nested scopes: a loop, a branch or a fusion
-names the computation that it runs (`body=%body`), and whoever wants to know in what context an instruction runs walks from callers to
-callees (`Module.callers`, and `graph`). ROOT marks a computation's result. Because the program `is_scheduled`, the order of the
-lines is the order of execution. Tables of source files and stack frames stand between the header and the first computation (an excerpt):
 
     FileNames                       FileLocations
     1 "my_step.py"                  1 {file_name_id=1 function_name_id=1 line=97 end_line=97 column=4 end_column=4}
@@ -26,11 +11,20 @@ lines is the order of execution. Tables of source files and stack frames stand b
     1 {file_location_id=1 parent_frame_id=1}
     2 {file_location_id=2 parent_frame_id=2}
 
-    %dot = f32[2,32]{1,0} dot(...), metadata={op_name="..." stack_frame_id=2}
+    %body (p: f32[4]) -> f32[4] {
+      %p = f32[4]{0} parameter(0)
+      ROOT %neg = f32[4]{0} negate(%p), metadata={op_name="jit(step)/while/body/neg" stack_frame_id=2}
+    }
 
-Frame 2 is line 44 of my_model.py, called from frame 1, line 97 of my_step.py. XLA prints a parent as its frame's number plus one, so that a
-frame without a parent appears to be its own. `Lines` answers with the innermost line that is neither in an installed package nor in jgt.
-Older versions of XLA write `source_file="..." source_line=44` instead.
+    ENTRY %main (x: f32[4]) -> f32[4] {
+      %x = f32[4]{0} parameter(0)
+      ROOT %loop = f32[4]{0} while(%x), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+    }
+
+There are no nested scopes: a loop, a branch or a fusion names the computation that it runs (`body=%body`). ROOT marks a computation's
+result. Because the program `is_scheduled`, the order of the lines is the order of execution. Frame 2, of `neg`, is line 44 of my_model.py,
+called from frame 1, line 97 of my_step.py: XLA prints a parent as its frame's number plus one, so that a frame without a parent appears to
+be its own. (XLA prints one table below the other.)
 """
 
 from __future__ import annotations

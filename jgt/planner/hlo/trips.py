@@ -1,13 +1,9 @@
 """The number of trips of a loop.
 
 XLA writes the count of loops that start, step and end at constants, such as `jax.lax.scan`, into the loop's `backend_config`. Some passes
-of XLA, which peel an iteration off a loop or put two into one body, drop it again. Then the count is read from the loop itself:
-
-    condition    iv < 31                      the limit, and which element of the loop's tuple counts
-    body         (iv + 1, ...)                the step
-    outside      while((0, ...))              the start
-
-Each of the three is a constant, or a sum of constants and of the counter, behind copies and fusions.
+of XLA, which peel an iteration off a loop or put two into one body, drop it again. Then the count is read from the limit in the condition
+(`iv < 31`), the step in the body (`iv + 1`) and the start outside. Each of the three is a constant, or a sum of constants and of the
+counter, behind copies and fusions.
 
 Some loops have no such count, because it follows from what is computed. Then the loop's name may say which number to expect
 (`jgt.program.scopes.expected_trips`).
