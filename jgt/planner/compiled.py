@@ -1,11 +1,10 @@
 """A function compiled from shapes alone: its trace, XLA's text and memory figures, and XLA's warnings.
 
-The function is traced, lowered and compiled as usual, with three differences. Its arguments are shapes, so nothing is allocated. Its mesh
-may be abstract, or have other devices: the traced program is moved onto the devices of the target, which need not exist (`described`). And
-XLA's warnings are collected: it writes them straight to file descriptor 2, and no API returns them.
+The mesh may be abstract, or have other devices: the traced program is moved onto the devices of the target, which need not exist
+(`described`). XLA's warnings are collected: it writes them straight to file descriptor 2, and no API returns them.
 
-Invariant: planning leaves no traces. File descriptor 2 and JAX's configuration are restored, whatever happens, and nothing is put
-into JAX's persistent compilation cache.
+Invariant: planning leaves no traces. File descriptor 2 and JAX's configuration are restored, whatever happens, and nothing is put into
+JAX's persistent compilation cache.
 """
 
 from __future__ import annotations

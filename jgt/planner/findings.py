@@ -1,11 +1,10 @@
 """Findings: what a person should look at in a plan, each with its signal, its line, its numbers, and what to change.
 
 A plan has hundreds of rows, and a mistake in the rules looks like any other row. So each kind of finding compares two independent counts of
-one thing: memory with the target's, the FLOPs of the compiled program with a device's share of the traced program's, the bytes that are
-sent with the formulas, constraints with shapes. XLA itself warns, on stderr only, when it can change a layout only by making a tensor whole
-on every device (an involuntary full rematerialization).
+one thing, such as the bytes that are sent with the formulas. XLA itself warns, on stderr only, when it can change a layout only by making a
+tensor whole on every device (an involuntary full rematerialization).
 
-Invariant: the runs that ship have no findings. The margins below are chosen so; a finding that is mostly noise would hide the others.
+Invariant: the runs that ship have no findings. A finding that is mostly noise would hide the others.
 """
 
 from __future__ import annotations

@@ -1,16 +1,11 @@
 """FLOPs of a traced program by signal and phase: its matmuls and convolutions, times the trips of the loops around them.
 
-A multiply-add is two FLOPs. Element-wise work is left out: it is bound by memory, and the timeline counts its bytes. Shapes are of
-whole arrays, so the counts are of all devices together, however XLA shares the work. Invariant: the sum over phases is the sum over all
-matmuls, none counted twice.
+Element-wise work is left out: it is bound by memory, and the timeline counts its bytes. Shapes are of whole arrays, so the counts are of
+all devices together. Invariant: the sum over phases is the sum over all matmuls, none counted twice.
 
-FLOPs are counted in three places, which agree in a step without attention, recompute, pipeline and repeated work:
-
-- Here, from the traced program: what the step computes. Attention's scores count in full, also behind a causal mask, since XLA computes all
-  of them; cuDNN's kernel skips the masked half, so half of them count.
-- `jgt.planner.hlo.kernels`, from XLA's text: what each device computes. Work that several devices repeat counts on each of them. cuDNN's
-  backward kernel computes the scores once more, so it counts five matmuls, where the traced program counts four.
-- The caller's `Workload`, from the model's sizes: what the model needs. It is the numerator of MFU.
+Two other counts agree with these in a step without attention, recompute, pipeline and repeated work. `jgt.planner.hlo.kernels` counts what
+each device computes, so work that several devices repeat counts on each of them, and cuDNN's backward kernel counts the scores that it
+computes once more. The caller's `Workload` counts what the model needs, from its sizes: it is the numerator of MFU.
 """
 
 from __future__ import annotations

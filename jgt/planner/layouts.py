@@ -1,9 +1,8 @@
 """The layout of a program: its parameters, the axes that split its batch, and the changes of layout that XLA warns of.
 
 The first argument of a planned function is one tree of parameters, moments and step counters. An array that the model reads under a signal
-is a parameter; one that only the optimizer reads is its state. A parameter's moments have its shape and the end of its path, so that
-`opt_state/0/mu/layers/up` belongs to `params/layers/up`, and their sharding is the sharding of the gradient. Without any signals, every
-array of the first argument that holds floats is a parameter.
+is a parameter; one that only the optimizer reads is its state. A parameter's moments have its shape and the end of its path, and their
+sharding is the sharding of the gradient. Without any signals, every array of the first argument that holds floats is a parameter.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A plan: what XLA will do with a function on a mesh, signal by signal, before anything runs.
 
-XLA decides which collectives it inserts, how much memory a step needs and in which order it runs, and the compiled text records it. So a
-plan compiles the function from shapes, for hardware that need not exist, and reads the result back. Every row carries a signal, because a
-signal is what a rule can change.
+XLA decides which collectives it inserts, how much memory a step needs and in which order it runs. So a plan compiles the function from
+shapes, for hardware that need not exist, and reads the compiled text. Every row carries a signal, because a signal is what a rule can
+change.
 
-Read `plan` first, then `read_plan`, which calls each part of this package once. Invariant: rows add up. The bytes of all signals are
-the bytes of the whole program, and their times are the time of the step.
+Read `plan` first, then `read_plan`, which calls each part of this package once. Invariant: rows add up. The bytes of all signals are the
+bytes of the whole program, and their times are the time of the step.
 """
 
 from __future__ import annotations

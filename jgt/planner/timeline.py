@@ -1,10 +1,9 @@
 """The predicted time of a step: the compiled schedule, walked through on a target's hardware.
 
-XLA schedules a program statically: a computation's instructions run in the order of its text. So the time of a step can be predicted
-without the hardware. The walk keeps two clocks, one for the device and one for its links. A kernel advances the device's clock by the
-longer of its FLOPs at the chip's matmul rate and its bytes at the memory's rate, plus a launch: the roofline of Williams et al. (Comm.
-ACM 52, 2009). A collective occupies the links from its `-start` on, beside the kernels that are scheduled after it; at its `-done` the
-device waits for whatever is left of it, and only that wait is exposed. Loops multiply, branches count as the longest.
+XLA schedules a program statically: a computation's instructions run in the order of its text. The walk keeps two clocks, one for the device
+and one for its links. A kernel advances the device's clock by the longer of its FLOPs at the chip's matmul rate and its bytes at the
+memory's rate, plus a launch: the roofline of Williams et al. (Comm. ACM 52, 2009). A collective occupies the links from its `-start` on; at
+its `-done` the device waits for whatever is left of it, and only that wait is exposed. Loops multiply.
 
 Invariant: the seconds of a walk are its kernels' seconds plus its exposed seconds, so the table by signal adds up to the step.
 """

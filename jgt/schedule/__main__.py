@@ -1,8 +1,7 @@
 """The command `jgt schedule`: shows one schedule, or compares all of them.
 
-It answers at once, because it imports neither JAX nor numpy. All problems with the arguments are collected before anything is
-written or printed: a user who made three mistakes sees three messages, not one a run. The file is written before anything is
-printed, so a command that fails leaves stdout empty, and a script can trust the JSON that it reads there.
+All problems with the arguments are collected before anything is written or printed. The file is written before anything is printed, so a
+command that fails leaves stdout empty, and a script can trust the JSON that it reads there.
 """
 
 from __future__ import annotations

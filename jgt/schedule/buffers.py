@@ -1,18 +1,16 @@
 """Where a table's values wait: a register allocator, with microbatch activations for values and array slots for registers.
 
-What one tick computes, a later tick reads: a stage saves a microbatch's activation in its forward tick and frees it after its
-last backward tick, and an activation that arrives from another stage waits until the stage has time for it. As in a compiler,
-the lifetimes are known beforehand, so that every value gets a slot of a fixed array and as few slots as possible exist. With
-two stages, stage 0 of 1F1B saves microbatch m from tick m to tick m + 2:
+As in a compiler, the lifetimes are known beforehand, so that every value gets a slot of a fixed array and as few slots as possible exist.
+With two stages, stage 0 of 1F1B saves microbatch m from tick m to tick m + 2, and three slots do for any number of microbatches:
 
     tick              0     1     2        3        4
     items             F0    F1    F2 B0    F3 B1    F4 B2
     F saves in slot   0     1     2        0        1
     B frees slot                  0        1        2
 
-Three slots do for any number of microbatches. One thing is not as in a compiler: all stages run one program, so all have the
-same number of slots, and a stage without an item in a tick still computes and writes something. That garbage needs a slot, too:
-one that contains nothing alive at that time, or a spare one. The invariant: no write, garbage included, hits a living value.
+One thing is not as in a compiler: all stages run one program, so all have the same number of slots, and a stage without an item in a tick
+still computes and writes something. That garbage needs a slot, too: one that contains nothing alive at that time, or a spare one. The
+invariant: no write, garbage included, hits a living value.
 """
 
 from __future__ import annotations

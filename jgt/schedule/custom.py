@@ -1,19 +1,9 @@
-"""Tables that users write: reads and writes a schedule as a CSV file.
+"""Tables that users write: reads and writes a schedule as a CSV file, whose format is in docs/schedules.md.
 
-A row is a tick, a column is a stage, and a cell contains the items of that stage in that tick:
-
-    # stage 0,stage 1
-    F0,-
-    F1,F0 B0
-    F2 B0,F1 B1
-
-`F3.5` is microbatch 3 forward through chunk 5, B is backward, W computes weight gradients. Without `.chunk` the chunk's number
-is the stage's. `-` or an empty cell is idle; empty lines and lines that start with `#` are skipped.
-
-The file says nothing twice: stages are counted by the columns, a stage has the chunks that appear in its column, and the
-number of microbatches is whatever the items name. So reading has two steps. First the text: cells, spelling, and numbering without gaps,
-each fault with its line. Only if the text makes sense as a table does `verify.py` look for missing items and deadlocks, whose
-messages would be noise before.
+The file says nothing twice: stages are counted by the columns, a stage has the chunks that appear in its column, and the number of
+microbatches is whatever the items name. So reading has two steps. First the text: cells, spelling, and numbering without gaps, each fault
+with its line. Only if the text makes sense as a table does `verify.py` look for missing items and deadlocks, whose messages would be noise
+before.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """The schedules that jgt knows by name, each as one row of SCHEDULES.
 
-A schedule could be built by simulating a queue of ready items, as most pipeline libraries do. In lockstep that is not
-necessary: the tick of every item has a closed form in its microbatch m and its chunk g (with S stages, M microbatches and v
-chunks a stage), so a schedule is two or three one-line functions. Nothing here proves that the functions fit together: a test
-verifies every schedule for all sizes of a grid with `verify.py`, which also checks tables that users write.
-
-To add a schedule, write its formulas and add a row. Help texts, error messages, comparison and tests read the rows.
-
-`find_table` finds the table for what a user writes: a name, or the path of a CSV file. A name needs the numbers of stages and
-microbatches; a file brings its own, and any number given beside it must agree.
+A schedule could be built by simulating a queue of ready items, as most pipeline libraries do. In lockstep that is not necessary: the tick
+of every item has a closed form in its microbatch m and its chunk g (with S stages, M microbatches and v chunks a stage), so a schedule is
+two or three one-line functions. Nothing here proves that the functions fit together: a test verifies every schedule for all sizes of a grid
+with `verify.py`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """The time that a table takes and the activations that it keeps, computed without running it.
 
-The simulation follows from lockstep. In a tick every stage runs a slot for each kind of item that any stage has in that tick,
-with garbage if it has no item, and the exchange at the end of the tick waits for the slowest stage. So the time of a
-table is a sum over its slots, each as long as the slowest stage takes, and the bubble is whatever part of that time the average
-stage does not spend on items. Textbook figures differ: there a stage does one thing at a time and waits for its input only.
-
-The second half puts a simulation into words, into a row of a comparison, and into JSON.
+In a tick every stage runs a slot for each kind of item that any stage has in that tick, and the exchange at the end of the tick waits for
+the slowest stage. So the time of a table is a sum over its slots, each as long as the slowest stage takes, and the bubble is whatever part
+of that time the average stage does not spend on items. Textbook figures differ: there a stage does one thing at a time and waits for its
+input only.
 """
 
 from __future__ import annotations

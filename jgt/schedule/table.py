@@ -1,17 +1,15 @@
 """A pipeline schedule as a table: which microbatch and which chunk every stage works on, tick by tick.
 
-The model's layers are cut into chunks, numbered along the model, and every chunk lives on one stage. For two stages with one
-chunk each and two microbatches, the 1F1B schedule is
+The model's layers are cut into chunks, numbered along the model, and every chunk lives on one stage. For two stages with one chunk each and
+two microbatches, the 1F1B schedule is
 
     tick       0    1        2        3
     stage 0    F0   F1       B0       B1
     stage 1         F0 B0    F1 B1
 
-All stages move through the ticks in lockstep. Within a tick a stage runs at most one forward item (F), then one backward item
-(B), then one weight-gradient item (W); whatever it sends arrives before the next tick. So an item may share its tick only with
-items of the same stage that it waits for: B with its own F on the last chunk, where the loss is, and W with its own B.
-
-The executor knows schedules only in this form. A new schedule is therefore a new table, never new code in the executor.
+All stages move through the ticks in lockstep. Within a tick a stage runs at most one forward item (F), then one backward item (B), then one
+weight-gradient item (W); whatever it sends arrives before the next tick. So an item may share its tick only with items of the same stage
+that it waits for: B with its own F on the last chunk, where the loss is, and W with its own B.
 """
 
 from __future__ import annotations

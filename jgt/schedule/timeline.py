@@ -1,9 +1,8 @@
 """A table as a picture in the terminal: a row for each stage, a column for each tick.
 
-With colours, a cell is a kind and a microbatch on a background whose hue is the kind and whose shade is the chunk. Without
-colours (a file, a pipe, a terminal with 16 colours) a cell spells the item as a CSV file does, so that the output loses no
-information. A table wider than the screen is broken into blocks of ticks. Only a tick's used kinds get a column, and every
-tick is as wide as its widest cell: the columns of all stages line up, which is what makes the bubble visible.
+With colours, a cell is a kind and a microbatch on a background whose hue is the kind and whose shade is the chunk. Without colours a cell
+spells the item as a CSV file does, so that the output loses no information. Every tick is as wide as its widest cell: the columns of all
+stages line up, which is what makes the bubble visible.
 """
 
 from __future__ import annotations

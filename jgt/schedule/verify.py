@@ -1,12 +1,9 @@
 """Checks a table: every item exists once, and after everything that it waits for.
 
-A wrong table would not crash. In lockstep a stage that runs an item too early reads a slot that nothing has been written to, and
-training continues with wrong gradients. But all mistakes can be found beforehand, because the rules are local. F waits for F of
-the chunk before it and B for B of the chunk after it, both for one tick at least, since what is sent arrives in the next tick.
-B also waits for its own F, and W for its own B, which may share their tick. If every item comes late enough for its own rule,
-the whole table runs; there is no other way to deadlock. So a fault names one item, its tick, and the first tick that would do.
-
-`table_from_items` makes every table, with all items on the stages of their chunks. Ticks, stages, microbatches and chunks count from 0.
+A wrong table would not crash. In lockstep a stage that runs an item too early reads a slot that nothing has been written to, and training
+continues with wrong gradients. But the rules are local. F waits for F of the chunk before it and B for B of the chunk after it, both for
+one tick at least, since what is sent arrives in the next tick. B also waits for its own F, and W for its own B, which may share their tick.
+If every item comes late enough for its own rule, the whole table runs; there is no other way to deadlock.
 """
 
 from __future__ import annotations

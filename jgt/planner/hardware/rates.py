@@ -1,17 +1,13 @@
 """The seconds that kernels take on a chip, by their FLOPs, bytes and shapes.
 
-No kernel reaches the peaks of a data sheet. A large matmul in a training step reaches the `share` of them that the chip's power and its
-pipelines allow; a small one leaves cores without a tile of the result, and a shallow one spends its time on starts and ends of tiles. All
-of these are saturating: at the size `half` a kernel has half of the rate that a large one has, so that
+No kernel reaches the peaks of a data sheet. A large matmul reaches the `share` of them that the chip's power and its pipelines allow; a
+small one leaves cores without a tile of the result, and a shallow one spends its time on starts and ends of tiles. All of these are
+saturating: at the size `half` a kernel has half of the rate that a large one has, so that
 
     rate = peak * share * clock * m/(m + edge) * n/(n + edge) * k/(k + depth) * batch*m*n/(batch*m*n + area)
 
-Attention is one kernel whose matmuls wait for a softmax between them, so it has other shares, by direction, head size and length.
-Whatever else a step runs is limited by memory, where short transfers do not fill the pipeline between memory and cores: the roofline of
-Williams et al. (Comm. ACM 52, 2009) with a time for each launch.
-
-A chip limited to less power than the one whose shares these are runs at a lower clock: power grows with more than the square of the clock
-near the limit, so the clock goes with the square root of the power.
+Attention has other shares, by direction, head size and length. Whatever else a step runs is limited by memory, with a time for each launch.
+Near the limit, power grows with more than the square of the clock, so under a lower limit the clock goes with its square root.
 """
 
 from __future__ import annotations

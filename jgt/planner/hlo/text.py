@@ -1,6 +1,6 @@
 """The text of a compiled program, read into computations and their instructions.
 
-XLA prints a program as a header with tables of source lines, and a list of computations; the one marked ENTRY is where it begins:
+XLA prints a program as a header, tables of source lines (two of them side by side here), and computations. ENTRY marks the first to run:
 
     HloModule jit_step, is_scheduled=true, entry_computation_layout={...}, num_partitions=8
 
@@ -24,7 +24,7 @@ XLA prints a program as a header with tables of source lines, and a list of comp
 There are no nested scopes: a loop, a branch or a fusion names the computation that it runs (`body=%body`). ROOT marks a computation's
 result. Because the program `is_scheduled`, the order of the lines is the order of execution. Frame 2, of `neg`, is line 44 of my_model.py,
 called from frame 1, line 97 of my_step.py: XLA prints a parent as its frame's number plus one, so that a frame without a parent appears to
-be its own. (XLA prints one table below the other.)
+be its own.
 """
 
 from __future__ import annotations

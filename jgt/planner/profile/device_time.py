@@ -1,10 +1,9 @@
 """Device time by signal: how long each signal's kernels and collectives took in the steps that were traced.
 
-A trace names instructions. The text of the compiled program knows the signal and the phase of each of them. Time is then divided among the
-owners (`overlap`) such that a step's time is the sum of all rows: signals, idle time, and `(other)` for device work that is not the step's.
-
-Idle time between two steps has two causes with different remedies. If the host dispatched the next step in time, the device or its
-runtime is slow to start it. If it did not, the host is late: data, Python or a checkpoint kept it from asking.
+A trace names instructions, and the text of the compiled program knows the signal and the phase of each of them. Time is then divided among
+the owners (`overlap`) such that a step's time is the sum of all rows. Idle time between two steps has two causes with different remedies.
+If the host dispatched the next step in time, the device or its runtime is slow to start it. If it did not, the host is late: data, Python
+or a checkpoint kept it from asking.
 """
 
 from __future__ import annotations

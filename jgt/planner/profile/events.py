@@ -1,7 +1,7 @@
 """The events of a profiler trace: which instruction of which program each device ran, and when the host asked for it.
 
 A trace (`.xplane.pb`) has planes, planes have lines, and lines have events with a name, times and stats. XLA writes device work in two
-forms, and these are the parts that are read (https://github.com/openxla/xla, files in brackets):
+forms (https://github.com/openxla/xla, files in brackets):
 
     GPU   plane `/device:GPU:0`, a line `Stream #7(...)` for each CUDA stream, an event for each kernel, with the stats
           hlo_module=jit_step, hlo_op=all-reduce.2 (its innermost instruction), and one that says what kind of work it is
@@ -11,7 +11,7 @@ forms, and these are the parts that are read (https://github.com/openxla/xla, fi
           (backends/cpu/runtime/thunk_executor.cc)
 
 Events of a CPU's loops and calls contain the events of what they run; on a GPU they do not exist. The host's plane also has an event for
-each call of a step, from the `jax.profiler.StepTraceAnnotation` around it, which ends when the host has dispatched the step.
+each call of a step, which ends when the host has dispatched the step.
 """
 
 from __future__ import annotations

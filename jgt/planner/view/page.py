@@ -1,10 +1,8 @@
 """A plan as one HTML page: the text of the terminal, the step over time, a row for each signal, and all collectives.
 
-The page is meant to be mailed and to be opened years later, so it is one file: the style and the plan's JSON are inside, and it loads
-nothing from anywhere.
-
-Invariant: every text is escaped. Names of signals and paths of files may contain anything, also `</script>`. A path of this machine, which
-means nothing to the page's reader, loses its beginning.
+The page is meant to be mailed, so it is one file and loads nothing from anywhere. Invariant: every text is escaped, since names of signals
+and paths of files may contain anything, also `</script>`. A path of this machine, which means nothing to the page's reader, loses its
+beginning.
 """
 
 from __future__ import annotations

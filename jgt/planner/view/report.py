@@ -1,8 +1,7 @@
 """A plan for people: on the terminal, as a page, beside another plan, and as a lock.
 
-A lock is a text file with a line for each signal, kind of collective, type and axes, so that a change of what a step sends is noticed.
-Lines of the program, phases and times are left out, because a refactoring moves lines and a new XLA schedules differently. Two plans of the
-same program have the same lock.
+A lock is a text file with a line for each signal, kind of collective, type and axes, so that a change of what a step sends is noticed. It
+has no lines of the program, phases and times, because a refactoring moves lines and a new XLA schedules differently.
 """
 
 from __future__ import annotations
