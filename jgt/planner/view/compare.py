@@ -9,8 +9,6 @@ import collections
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from rich.text import Text
-
 from jgt.command.console import Console, amount, axes_text, two_digits
 from jgt.planner.plan import Plan
 from jgt.planner.view.table import time_rows
@@ -50,7 +48,7 @@ class Differences:
         for name, plan, other in zip(names, (a, b), (b, a), strict=True):
             for text in plan.warnings:
                 if text not in other.warnings:
-                    console.print(f"only {name}: {text}", soft_wrap=True, markup=False)
+                    console.print(f"only {name}: {text}", soft_wrap=True)
 
     def _times(self) -> Iterator[tuple[str, ...]]:
         # Without a target no time is known.
@@ -87,10 +85,7 @@ class Differences:
 
 
 def _print(console: Console, title: str, columns: list[str], texts: int, rows: Iterable[tuple[str, ...]]) -> None:
-    table = Console.table(title, columns, texts)
-    for row in rows:
-        # rich would read the brackets of a spec as markup in a str.
-        table.add_row(*map(Text, row))
+    table = Console.table(title, columns, texts, rows)
     if table.row_count:
         console.print(table)
 

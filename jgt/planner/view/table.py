@@ -148,8 +148,7 @@ def _signals(plan: Plan, width: int) -> Table:
         columns["exposed ms"] = [two_digits(row.exposed_ms or 0.0) for row in rows]
     shown = Console.fitted(columns, width, _LEAST_WANTED)
     texts = sum(name in shown for name in ("signal", "spec", "sent over"))
-    # rich would read the brackets of a spec as markup in a str.
-    return Console.table("Signals, for one device and step", list(shown), texts, zip(*(map(Text, t) for t in shown.values()), strict=True))
+    return Console.table("Signals, for one device and step", list(shown), texts, zip(*shown.values(), strict=True))
 
 
 def _is_notable(plan: Plan, row: SignalRow) -> bool:
