@@ -53,7 +53,7 @@ def manual_of_replicas(
         which = tuple(is_mapped)
 
         def of_one(*local: Any) -> Any:
-            return jax.tree.map(_with_dim, fn(*jax.tree.map(_without_dim, local, which)))
+            return jax.tree.map(with_dim, fn(*jax.tree.map(without_dim, local, which)))
 
         ahead = jax.tree.map(lifted, jax.tree.broadcast(in_specs, args), which)
         results = manual(of_one, (*names, *axes), ahead, jax.tree.map(lifted, out_specs))(*args)
@@ -63,11 +63,13 @@ def manual_of_replicas(
     return cast("Callable[..., _R]", run)
 
 
-def _without_dim(x: jax.Array, is_mapped: bool) -> jax.Array:
+def without_dim(x: jax.Array, is_mapped: bool = True) -> jax.Array:
+    """An array without its first dim, whose size is 1, if it has one of a map's."""
     return x.reshape(x.shape[1:]) if is_mapped else x
 
 
-def _with_dim(x: jax.Array) -> jax.Array:
+def with_dim(x: jax.Array) -> jax.Array:
+    """An array with a first dim of size 1."""
     return x[None]
 
 

@@ -6,7 +6,7 @@ This is the door of the room; import from here only. README.md explains the ques
 from jgt.pipeline.batch.align import align_microbatch
 from jgt.pipeline.batch.extent import Extent
 from jgt.pipeline.batch.growth import AlignmentError, Feed, Growth
-from jgt.pipeline.batch.joined import JoinedResult, joined_results, needed_variables
+from jgt.pipeline.batch.joined import joined_results, needed_variables
 from jgt.pipeline.batch.walk import growth_of
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "Extent",
     "Feed",
     "Growth",
-    "JoinedResult",
     "align_microbatch",
     "growth_of",
     "joined_results",

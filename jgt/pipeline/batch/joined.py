@@ -7,8 +7,8 @@ compare with.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from jgt.pipeline.batch.extent import Extent
 from jgt.pipeline.batch.growth import AlignmentError, Growth
 from jgt.pipeline.batch.walk import growth_of
 from jgt.program import jaxpr as jx
@@ -16,37 +16,31 @@ from jgt.program.jaxpr import Atom, Program, Var
 from jgt.program.parts import Flat, flatten
 
 
-@dataclass(frozen=True, kw_only=True)
-class JoinedResult:
-    """A result that is a mean over rows, or does not depend on them (degree 0), or a sum (1). problem: why it is neither; else empty."""
+def joined_results(program: Program, larger: Program, *, ratio: float, num_params: int) -> list[Extent]:
+    """The extent of each result of a function of parameters and inputs, with a problem if the parts' results cannot be joined.
 
-    degree: int = 0
-    problem: str = ""
-
-
-def joined_results(program: Program, larger: Program, *, ratio: float, num_params: int) -> list[JoinedResult]:
-    """The way to join each result of a function of parameters and inputs. larger: the same function, traced at `ratio` times the rows."""
+    larger: the same function, traced at `ratio` times the rows. A result of degree 0 is a mean over rows or does not depend on them; a
+    result of degree 1 is a sum.
+    """
     flat, twin = flatten(program), flatten(larger)
     try:
         growth = growth_of(flat, twin, ratio=ratio, num_params=num_params)
     except AlignmentError as error:
-        return [JoinedResult(problem=f"the program changes with the batch size: {error}")] * len(flat.outvars)
+        return [Extent(problem=f"the program changes with the batch size: {error}")] * len(flat.outvars)
     return [_joined(flat, growth, atom) for atom in flat.outvars]
 
 
-def _joined(flat: Flat, growth: Growth, atom: Atom) -> JoinedResult:
+def _joined(flat: Flat, growth: Growth, atom: Atom) -> Extent:
     extent = growth.of(atom)
     needed = needed_variables(flat, [atom])
     feed = next((feed for feed in growth.feeds if any(var in needed for var in feed.equation.outvars)), None)
     if feed is not None:
-        return JoinedResult(problem=f"{feed.source}: a number that is computed from all rows is used for each of them again")
-    if extent.problem:
-        return JoinedResult(problem=extent.problem)
-    if extent.rows or extent.degree not in (0, 1) or not extent.exact:
+        return Extent(problem=f"{feed.source}: a number that is computed from all rows is used for each of them again")
+    if not extent.problem and (extent.rows or extent.degree not in (0, 1) or not extent.exact):
         made = next((e for e in flat.eqns if any(var is atom for var in e.outvars)), None)
         where = f"{jx.source_of(made)}: " if made is not None and jx.source_of(made) else ""
-        return JoinedResult(problem=f"{where}it is a quotient, a product or another function of sums over rows")
-    return JoinedResult(degree=extent.degree)
+        return Extent(problem=f"{where}it is a quotient, a product or another function of sums over rows")
+    return extent
 
 
 def needed_variables(flat: Flat, outputs: Iterable[Atom]) -> set[Var]:

@@ -22,9 +22,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jgt.pipeline.links.layout import Axes, Layout
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
-from jgt.program.dims import num_parts
+from jgt.program.dims import num_parts, partition_spec
 from jgt.program.jaxpr import Var
-from jgt.program.manual import manual_of_replicas
+from jgt.program.manual import manual_of_replicas, with_dim, without_dim
 from jgt.program.places import mesh_around
 
 FREE = PartitionSpec.UNCONSTRAINED
@@ -100,7 +100,7 @@ class Moves(Layout):
         dims = self.dims.get(var)
         with self._signals_of(var):
             narrow = x.astype(dtype)
-            return narrow if dims is None else self.constrain(narrow, PartitionSpec(*[axes or None for axes in dims]))
+            return narrow if dims is None else self.constrain(narrow, partition_spec(dims))
 
     def sum_shards(self, x: jax.Array) -> jax.Array:
         """The sum over all data shards."""
@@ -201,8 +201,8 @@ class Moves(Layout):
         """
 
         def local(own: _Own, common: _Common) -> tuple[Any, ...]:
-            results = fn(jax.tree.map(_without_first_dim, own), common)
-            return tuple(jax.tree.map(_with_first_dim, x) if staged else x for x, staged in zip(results, has_stages, strict=True))
+            results = fn(jax.tree.map(without_dim, own), common)
+            return tuple(jax.tree.map(with_dim, x) if staged else x for x, staged in zip(results, has_stages, strict=True))
 
         specs = tuple(PartitionSpec(self.axis) if staged else PartitionSpec() for staged in has_stages)
         in_specs = (PartitionSpec(self.axis), PartitionSpec())
@@ -243,11 +243,3 @@ def _gathered(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
 
 def _scattered(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     return cast(jax.Array, jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True))
-
-
-def _without_first_dim(x: jax.Array) -> jax.Array:
-    return x.reshape(x.shape[1:])
-
-
-def _with_first_dim(x: jax.Array) -> jax.Array:
-    return x[None]

@@ -20,12 +20,11 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from jgt.pipeline.arrays import Arrays, Flags
 from jgt.pipeline.links.layout import Axes
 from jgt.pipeline.links.moves import Moves
-from jgt.program.dims import Dims
+from jgt.program.dims import Dims, partition_spec
 
 Pairs = tuple[tuple[int, int], ...]
 """(sender, receiver) of stages."""
@@ -50,7 +49,7 @@ class Wire:
 
     def pin(self, values: Arrays) -> Arrays:
         """Values that are about to enter a stage, or have left one, laid out as stages have them."""
-        return [self.moves.constrain(x, _spec(dims)) for x, dims in zip(values, self.dims, strict=True)]
+        return [self.moves.constrain(x, partition_spec(dims)) for x, dims in zip(values, self.dims, strict=True)]
 
     def _sum(self, x: jax.Array) -> jax.Array:
         numbers = x.astype(jnp.int32) if x.dtype == bool else x
@@ -73,8 +72,9 @@ class Wire:
             return part
 
         # Pinned on both sides, or the partitioner would lay out the layers before and after like the parts.
-        whole = self.moves.constrain(x, _spec(dims))
-        return self.moves.constrain(self.moves.manual(put_together, axes, _spec(parts), _spec(dims))(whole), _spec(dims))
+        spec = partition_spec(dims)
+        inside = self.moves.manual(put_together, axes, partition_spec(parts), spec)
+        return self.moves.constrain(inside(self.moves.constrain(x, spec)), spec)
 
 
 def split_further(shape: Sequence[int], dims: Dims, axes: Axes, sizes: dict[str, int]) -> Dims:
@@ -85,7 +85,3 @@ def split_further(shape: Sequence[int], dims: Dims, axes: Axes, sizes: dict[str,
         if shape[dim] % (num_parts * math.prod(sizes[axis] for axis in dims[dim])) == 0:
             return (*dims[:dim], (*dims[dim], *rest), *dims[dim + 1 :])
     return dims
-
-
-def _spec(dims: Dims) -> PartitionSpec:
-    return PartitionSpec(*[axes or None for axes in dims])

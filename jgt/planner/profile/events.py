@@ -21,35 +21,12 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from jax.profiler import ProfileData  # pyright: ignore[reportUnknownVariableType] - jaxlib ships no types for it
 
-Stat = str | int | float
-
-
-class RawEvent(Protocol):
-    """An event as jaxlib's reader returns it; its stats are (name, value)."""
-
-    name: str
-    start_ns: float
-    duration_ns: float
-    stats: Iterable[tuple[str, Stat]]
-
-
-class Line(Protocol):
-    """The events of a stream or a thread."""
-
-    name: str
-    events: Iterable[RawEvent]
-
-
-class Plane(Protocol):
-    """The lines of a device or of the host."""
-
-    name: str
-    lines: Iterable[Line]
-
+Raw = Any
+"""A plane or an event as jaxlib's reader returns it, which has no types. The stats of an event are (name, value)."""
 
 _GPU = re.compile(r"/device:GPU:(\d+)")
 _STREAM = "Stream #"
@@ -88,7 +65,7 @@ def read_trace(path: Path, annotation: str) -> Trace:
     return trace_of(ProfileData.from_file(str(path)).planes, annotation)  # pyright: ignore[reportUnknownArgumentType]
 
 
-def trace_of(planes: Iterable[Plane], annotation: str) -> Trace:
+def trace_of(planes: Iterable[Raw], annotation: str) -> Trace:
     """Reads the planes of a trace, with the events of its GPUs or, if there are none, of its CPU devices."""
     with warnings.catch_warnings():
         # Python warns that jaxlib's types lack a __module__. If warnings are errors, that would end the process.
@@ -100,7 +77,7 @@ def trace_of(planes: Iterable[Plane], annotation: str) -> Trace:
         return Trace(events=tuple(_events(planes, host)), dispatched=dispatched)
 
 
-def _events(planes: Sequence[Plane], host: Sequence[RawEvent]) -> Iterator[Event]:
+def _events(planes: Sequence[Raw], host: Sequence[Raw]) -> Iterator[Event]:
     gpus = [(int(found[1]), plane) for plane in planes if (found := _GPU.fullmatch(plane.name))]
     for device, plane in gpus:
         yield from _on_gpu(device, plane)
@@ -108,7 +85,7 @@ def _events(planes: Sequence[Plane], host: Sequence[RawEvent]) -> Iterator[Event
         yield from _on_cpu(host)
 
 
-def _on_gpu(device: int, plane: Plane) -> Iterator[Event]:
+def _on_gpu(device: int, plane: Raw) -> Iterator[Event]:
     # Lines other than streams, such as `XLA Ops`, show the same work a second time.
     for line in plane.lines:
         for event in line.events if line.name.startswith(_STREAM) else ():
@@ -117,9 +94,9 @@ def _on_gpu(device: int, plane: Plane) -> Iterator[Event]:
                 yield _event(device, stats, event.start_ns, event.start_ns + event.duration_ns)
 
 
-def _on_cpu(events: Iterable[RawEvent]) -> Iterator[Event]:
-    begun: list[tuple[float, float, dict[str, Stat]]] = []
-    ends: dict[Stat | None, float] = {}
+def _on_cpu(events: Iterable[Raw]) -> Iterator[Event]:
+    begun: list[tuple[float, float, dict[str, Any]]] = []
+    ends: dict[Any, float] = {}
     for event in events:
         stats, end = dict(event.stats), event.start_ns + event.duration_ns
         if event.name.startswith(_END):
@@ -132,6 +109,6 @@ def _on_cpu(events: Iterable[RawEvent]) -> Iterator[Event]:
         yield _event(int(stats.get("device_ordinal", 0)), stats, start, max(end, ends.get(stats.get("_p"), end)), may_contain=True)
 
 
-def _event(device: int, stats: Mapping[str, Stat], start_ns: float, end_ns: float, *, may_contain: bool = False) -> Event:
+def _event(device: int, stats: Mapping[str, Any], start_ns: float, end_ns: float, *, may_contain: bool = False) -> Event:
     program, instruction = (str(stats.get(name, "")) for name in ("hlo_module", "hlo_op"))
     return Event(device=device, program=program, instruction=instruction, start_ns=start_ns, end_ns=end_ns, may_contain=may_contain)
