@@ -27,7 +27,7 @@ from jgt.planner.hlo.graph import runs_per_step
 from jgt.planner.hlo.instruction import Instruction
 from jgt.planner.hlo.kernels import is_kernel, kernel_cost
 from jgt.planner.hlo.origin import NONE, signal_of
-from jgt.planner.hlo.text import Computation, Module
+from jgt.planner.hlo.text import Module
 from jgt.planner.hlo.trips import unknown_loops
 from jgt.planner.layouts import Parameter, Rematerialization
 from jgt.planner.memory import Memory
@@ -197,7 +197,7 @@ def _repeated(rows: Sequence[SignalRow], module: Module) -> Iterator[Finding]:
                 "axis that is missing"
             )
             # The line of the matmul with the largest results, all its runs together.
-            sizes = _sums_by_line(module, row.signal, lambda _, i: i.num_bytes if i.op == "dot" else 0)
+            sizes = _sums_by_line(module, row.signal, lambda i: i.num_bytes if i.op == "dot" else 0)
             yield _finding("computed-alike", row.signal, max(sizes, key=lambda line: sizes[line], default=""), 0, text)
 
 
@@ -205,9 +205,9 @@ def _dense_experts(compiled: Compiled, module: Module) -> Iterator[Finding]:
     # XLA for CPU does the same, but a plan for CPU devices is not about speed.
     meant = grouped_flops(compiled.program) if compiled.is_described else {}
 
-    def grouped(at: Computation, instruction: Instruction) -> int:
+    def grouped(instruction: Instruction) -> int:
         is_grouped = is_kernel(instruction) and instruction.op_name.endswith(RAGGED_DOT)
-        return kernel_cost(module, at, instruction).flops if is_grouped else 0
+        return kernel_cost(module, instruction).flops if is_grouped else 0
 
     for signal, flops in meant.items():
         done, share = _sums_by_line(module, signal, grouped), flops / compiled.mesh.size
@@ -222,14 +222,13 @@ def _dense_experts(compiled: Compiled, module: Module) -> Iterator[Finding]:
             yield _finding("dense-experts", signal, next(iter(done)), 0, text)
 
 
-def _sums_by_line(module: Module, signal: str, measure: Callable[[Computation, Instruction], int]) -> dict[str, Fraction]:
+def _sums_by_line(module: Module, signal: str, measure: Callable[[Instruction], int]) -> dict[str, Fraction]:
     """The sum of a measure over a signal's instructions and their runs in a step, by the line of the program."""
     sums: dict[str, Fraction] = collections.defaultdict(Fraction)
     for name, runs in runs_per_step(module).items():
-        at = module.computations[name]
         # A fused matmul is in its own computation, which its fusion runs once.
-        for instruction in at.instructions.values():
-            if (size := measure(at, instruction)) and signal_of(instruction.op_name) == signal:
+        for instruction in module.computations[name].instructions.values():
+            if (size := measure(instruction)) and signal_of(instruction.op_name) == signal:
                 sums[module.source(instruction.text)] += size * runs
     return sums
 

@@ -17,7 +17,7 @@ from jgt.planner.compiled import Argument, Compiled
 from jgt.planner.hardware.target import USABLE, used_bytes
 from jgt.planner.hlo.instruction import Instruction
 from jgt.planner.hlo.origin import NONE, find_origin, origin_of
-from jgt.planner.hlo.text import Computation, Module, Spot
+from jgt.planner.hlo.text import Computation, Module
 from jgt.planner.layouts import OPTIMIZER, Parameter
 
 _FORWARDS = frozenset(["bitcast", "copy", "tuple", "get-tuple-element", "opt-barrier", "transpose", "reshape", "convert"])
@@ -93,8 +93,8 @@ def _activations(module: Module) -> collections.Counter[str]:
     # Layers are loops, so what is kept between forward and backward pass is a result of one loop and an operand of another.
     computation = module.computations[module.entry]
     for maker, index in dict.fromkeys(_forward_to_backward(computation)):
-        spot = _written_at(module, maker, index)
-        origin, _ = find_origin(module, module.at(spot).op_name, [spot], [])
+        written = _written_at(module, maker, index)
+        origin, _ = find_origin(module, written.op_name, [written], [])
         sizes[origin.signal if origin else NONE] += maker.arrays[index].num_bytes
     return sizes
 
@@ -133,14 +133,10 @@ def _makers(computation: Computation, name: str, index: int = 0) -> Iterator[tup
         yield instruction, index
 
 
-def _written_at(module: Module, maker: Instruction, index: int) -> Spot:
+def _written_at(module: Module, maker: Instruction, index: int) -> Instruction:
     """Where an array is written: for a loop's result, the instruction in its body that makes it."""
     if maker.op != "while":
-        return Spot(module.entry, maker.name)
-    name = maker.attribute("body")
-    body = module.computations[name]
-    root = body.instructions[body.root]
+        return maker
+    root = module.computations[maker.attribute("body")].root
     # The loop's state is a tuple, and its root makes the next one.
-    if root.op == "tuple" and index < len(root.operands):
-        return Spot(name, root.operands[index])
-    return Spot(module.entry, maker.name)
+    return module.operands(root)[index] if root.op == "tuple" and index < len(root.operands) else maker

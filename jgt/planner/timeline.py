@@ -22,7 +22,7 @@ from jgt.planner.hlo.groups import participants_of
 from jgt.planner.hlo.instruction import COLLECTIVES, HOST_SPACE, Instruction
 from jgt.planner.hlo.kernels import is_kernel, kernel_cost
 from jgt.planner.hlo.origin import NONE, Origin, origin_at, origin_of
-from jgt.planner.hlo.text import Computation, Module, Spot
+from jgt.planner.hlo.text import Module
 from jgt.planner.hlo.trips import trip_count
 from jgt.planner.panels import Lane, Span, Track
 from jgt.program.scopes import useful_share
@@ -157,11 +157,10 @@ class Timeline:
     def _walk(self, name: str) -> Walk:
         if name in self._walks:
             return self._walks[name]
-        run, computation = _Run(), self._module.computations[name]
-        for instruction in computation.instructions.values():
-            spot = Spot(name, instruction.name)
+        run = _Run()
+        for instruction in self._module.computations[name].instructions.values():
             if instruction.kind in COLLECTIVES:
-                self._send(run, spot, instruction)
+                self._send(run, instruction)
             elif instruction.op == "async-start" and is_collective(self._module, instruction):
                 self._send_all(run, instruction)
             elif instruction.op == "copy-start":
@@ -169,26 +168,26 @@ class Timeline:
             elif instruction.op.endswith("-done"):
                 # The end of a copy inside the device or of an asynchronous kernel has nothing to wait for.
                 if instruction.operands[0] in run.ends:
-                    self._wait(run, Spot(name, instruction.operands[0]))
+                    self._wait(run, self._module.operands(instruction)[0])
             elif is_kernel(instruction):
-                self._compute(run, computation, spot, instruction)
+                self._compute(run, instruction)
             else:
                 self._call(run, instruction)
         self._walks[name], self.tracks[name] = run.walk, run.track
         return run.walk
 
-    def _send(self, run: _Run, spot: Spot, collective: Instruction) -> None:
-        span, origin = participants_of(collective, self._mesh, self._num_devices), origin_at(self._module, spot)
+    def _send(self, run: _Run, collective: Instruction) -> None:
+        span, origin = participants_of(collective, self._mesh, self._num_devices), origin_at(self._module, collective)
         # Arrays that XLA combined into one collective are counted one by one, as in the table of collectives.
-        parts = pieces(self._module, spot.computation, collective)
+        parts = pieces(self._module, collective)
         num_bytes = sum(wire_bytes(collective.kind, piece.array.num_bytes, span.size) for piece in parts)
         seconds = 0.0 if self._network is None else self._network.seconds(span.groups, num_bytes, collective.kind)
         run.walk.links[span.axes] += seconds
         run.walk.costs[origin].roofline[axes_text(span.axes)] += seconds
-        run.occupy(spot.name, seconds, span.axes, origin)
+        run.occupy(collective.name, seconds, span.axes, origin)
         # A synchronous collective ends before the next instruction begins.
         if not collective.op.endswith("-start"):
-            self._wait(run, spot)
+            self._wait(run, collective)
 
     def _send_all(self, run: _Run, start: Instruction) -> None:
         """A computation of collectives that runs asynchronously: one collective, over the axes that take longest."""
@@ -239,9 +238,9 @@ class Timeline:
             longest = max((self._walk(called) for called in instruction.called), key=lambda called: called.seconds)
             run.draw("device", start, walk.seconds, "loop" if loop else "kernels", longest.main_origin, trips, loop)
 
-    def _compute(self, run: _Run, computation: Computation, spot: Spot, instruction: Instruction) -> None:
+    def _compute(self, run: _Run, instruction: Instruction) -> None:
         # Kernels of a stream run one after another, so their seconds add up.
-        work, origin = kernel_cost(self._module, computation, instruction), origin_at(self._module, spot)
+        work, origin = kernel_cost(self._module, instruction), origin_at(self._module, instruction)
         useful = float(useful_share(instruction.op_name))
         cost = run.walk.costs[origin]
         cost.flops += work.flops
@@ -268,8 +267,8 @@ class Timeline:
             run.walk.parts[busy] += (seconds - launch) * useful
             run.walk.parts["launch"] += launch * useful
 
-    def _wait(self, run: _Run, start: Spot) -> None:
-        """Waits for a transfer, by the spot that started it."""
+    def _wait(self, run: _Run, start: Instruction) -> None:
+        """Waits for a transfer, by the instruction that started it."""
         end, axes = run.ends[start.name]
         waited = max(end - run.walk.seconds, 0.0)
         origin = origin_at(self._module, start)

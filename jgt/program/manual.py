@@ -64,7 +64,7 @@ def manual_of_replicas(
 
 
 def without_dim(x: jax.Array, is_mapped: bool = True) -> jax.Array:
-    """An array without its first dim, whose size is 1, if it has one of a map's."""
+    """An array without the first dim, of size 1, that a map added; the array itself if the map did not."""
     return x.reshape(x.shape[1:]) if is_mapped else x
 
 

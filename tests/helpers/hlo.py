@@ -5,9 +5,9 @@ from math import prod
 
 from jgt.planner.hlo.groups import axes_between, groups_of
 from jgt.planner.hlo.instruction import COLLECTIVES, Instruction
-from jgt.planner.hlo.text import Module, Spot
+from jgt.planner.hlo.text import Module
 
-Element = tuple[Spot, tuple[int, ...]]
+Element = tuple[Instruction, tuple[int, ...]]
 """An instruction, and the path to an element of its tuple."""
 
 
@@ -45,65 +45,58 @@ def collectives(module: Module, *, in_loops: bool) -> list[Instruction]:
     return [i for i in module.instructions(within=within) if i.kind in COLLECTIVES]
 
 
-def conditionals(module: Module) -> Iterator[tuple[str, Instruction]]:
-    """The conditionals, each with the name of its computation."""
-    for name, computation in module.computations.items():
-        yield from ((name, i) for i in computation.instructions.values() if i.op == "conditional")
+def conditionals(module: Module) -> Iterator[Instruction]:
+    """The conditionals."""
+    return (i for i in module.instructions() if i.op == "conditional")
 
 
-def sources(module: Module, computation: str, name: str) -> set[str]:
+def sources(module: Module, instruction: Instruction) -> set[str]:
     """The ops from which a value is computed, through calls, loops and tuple elements. "argument" stands for the program's arguments."""
     found: set[str] = set()
     seen: set[Element] = set()
-    pending: list[Element] = [(Spot(computation, name), ())]
+    pending: list[Element] = [(instruction, ())]
     while pending:
         item = pending.pop()
         if item not in seen:
             seen.add(item)
-            spot, _ = item
-            op = module.at(spot).op
-            found.add("argument" if op == "parameter" and spot.computation == module.entry else op)
+            source, _ = item
+            found.add("argument" if source.op == "parameter" and source.computation == module.entry else source.op)
             pending += _before(module, *item)
     return found
 
 
-def _before(module: Module, spot: Spot, path: tuple[int, ...]) -> Iterator[Element]:
+def _before(module: Module, instruction: Instruction, path: tuple[int, ...]) -> Iterator[Element]:
     """The values that element `path` of a value is directly computed from."""
-    instruction, at = module.at(spot), spot.computation
-    op, operands = instruction.op, instruction.operands
+    op, operands = instruction.op, module.operands(instruction)
     if op == "parameter":
-        yield from ((argument, path) for argument in _arguments(module, spot))
+        yield from ((argument, path) for argument in _arguments(module, instruction))
     elif op == "get-tuple-element":
-        yield Spot(at, operands[0]), (int(instruction.attribute("index")), *path)
+        yield operands[0], (int(instruction.attribute("index")), *path)
     elif op == "tuple" and path:
-        yield Spot(at, operands[path[0]]), path[1:]
+        yield operands[path[0]], path[1:]
     elif op == "while":
-        yield Spot(at, operands[0]), path
-        yield _result(module, instruction.attribute("body")), path
+        yield operands[0], path
+        yield module.computations[instruction.attribute("body")].root, path
     elif op in ("fusion", "call", "conditional"):
         if op == "conditional":
-            yield Spot(at, operands[0]), ()
-        yield from ((_result(module, called), path) for called in instruction.called)
+            yield operands[0], ()
+        yield from ((module.computations[called].root, path) for called in instruction.called)
     else:
-        yield from ((Spot(at, operand), ()) for operand in operands)
+        yield from ((operand, ()) for operand in operands)
 
 
-def _arguments(module: Module, parameter: Spot) -> Iterator[Spot]:
+def _arguments(module: Module, parameter: Instruction) -> Iterator[Instruction]:
     """The arguments that callers pass for a parameter."""
-    at, name = parameter
-    number = next(n for n, p in module.computations[at].parameters.items() if p == name)
-    for outer, caller in module.callers.get(at, ()):
+    at = parameter.computation
+    for caller in module.callers.get(at, ()):
+        operands = module.operands(caller)
         if caller.op == "while":
-            yield Spot(outer, caller.operands[0])
-            yield _result(module, caller.attribute("body"))
+            yield operands[0]
+            yield module.computations[caller.attribute("body")].root
         elif caller.op == "conditional":
-            yield from (Spot(outer, o) for o, c in zip(caller.operands[1:], caller.called, strict=True) if c == at)
+            yield from (operand for operand, called in zip(operands[1:], caller.called, strict=True) if called == at)
         elif caller.op in ("fusion", "call"):
-            yield Spot(outer, caller.operands[number])
+            yield operands[parameter.parameter_number]
         else:
             # A computation called by reduce, scatter and the like is applied to parts of any of their operands.
-            yield from (Spot(outer, operand) for operand in caller.operands)
-
-
-def _result(module: Module, computation: str) -> Spot:
-    return Spot(computation, module.computations[computation].root)
+            yield from operands

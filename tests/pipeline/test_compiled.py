@@ -176,7 +176,7 @@ ALONE = {"partition-id", "replica-id", "argument", "custom-call", "infeed", "rec
 @pytest.mark.parametrize(("schedule", "branches"), [("1f1b", 1), ("interleaved", 3), ("zigzag", 3)])
 def test_all_devices_take_a_branch_together(schedule, branches):
     program = module(schedule, 8)
-    predicates = [sources(program, computation, conditional.operands[0]) for computation, conditional in conditionals(program)]
+    predicates = [sources(program, program.operands(conditional)[0]) for conditional in conditionals(program)]
     assert len(predicates) >= branches
     for found in predicates:
         assert not found & ALONE
@@ -186,7 +186,7 @@ def test_all_devices_take_a_branch_together(schedule, branches):
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zb", marks=pytest.mark.slow)])
 def test_a_branch_that_a_stage_takes_alone_talks_to_nobody(schedule):
     program = module(schedule, 8, idle="skip")
-    alone = [c for at, c in conditionals(program) if sources(program, at, c.operands[0]) & ALONE]
+    alone = [c for c in conditionals(program) if sources(program, program.operands(c)[0]) & ALONE]
     assert len(alone) >= len(KINDS_OF[schedule])
     called = reached(program, [name for conditional in alone for name in conditional.called])
     assert any(i.op == "dot" for i in program.instructions(within=called))

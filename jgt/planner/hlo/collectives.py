@@ -24,7 +24,7 @@ from jgt.planner.hlo.graph import runs_per_step
 from jgt.planner.hlo.groups import Participants, participants_of
 from jgt.planner.hlo.instruction import COLLECTIVES, Array, Instruction
 from jgt.planner.hlo.origin import NONE, Origin, Phase, find_origin, operand_names, phase_of
-from jgt.planner.hlo.text import Module, Spot
+from jgt.planner.hlo.text import Module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ class Piece(NamedTuple):
 
     array: Array
     op_name: str
-    operand: Spot
-    results: tuple[Spot, ...]
+    operand: Instruction
+    results: tuple[Instruction, ...]
 
 
 def collectives(module: Module, mesh: Mapping[str, int], num_devices: int, further_rounds: int = 0) -> tuple[Collective, ...]:
@@ -73,16 +73,16 @@ def collectives(module: Module, mesh: Mapping[str, int], num_devices: int, furth
         for instruction in module.computations[name].instructions.values() if runs else ():
             # The `-done` of a pair is of another kind, so a pair counts once.
             if instruction.kind in COLLECTIVES:
-                for row in _rows(module, name, instruction, participants_of(instruction, mesh, num_devices)):
+                for row in _rows(module, instruction, participants_of(instruction, mesh, num_devices)):
                     # A branch that 2 of 3 visits take runs 8 times in a loop of 12. Fractions of a run are rounded.
                     counts[row] += round(runs)
     rows = [replace(row, count=count) for row, count in counts.items()]
     return tuple(sorted(rows, key=lambda row: (-row.total_bytes, row.signal, row.kind, row.phase, row.source)))
 
 
-def _rows(module: Module, at: str, instruction: Instruction, participants: Participants) -> Iterator[Collective]:
+def _rows(module: Module, instruction: Instruction, participants: Participants) -> Iterator[Collective]:
     """One row for each piece of a collective, with a count of 0: the caller adds up equal rows."""
-    parts = list(pieces(module, at, instruction))
+    parts = list(pieces(module, instruction))
     if instruction.kind == "all-to-all" and len(instruction.operands) > 1:
         # XLA for CPU passes a separate operand for each device: together they are one array of the traced program.
         parts = [parts[0]._replace(array=Array(parts[0].array.dtype, (sum(piece.array.size for piece in parts),)))]
@@ -106,9 +106,9 @@ def _origin_and_source(module: Module, collective: Instruction, piece: Piece, *,
 
     A combined collective has the line of one of its pieces, so for the others a neighbour's line comes first.
     """
-    origin, spot = find_origin(module, piece.op_name, [piece.operand], piece.results)
+    origin, neighbour = find_origin(module, piece.op_name, [piece.operand], piece.results)
     collectives_line = module.source(collective.text)
-    neighbours_line = module.source(module.at(spot).text) if spot else ""
+    neighbours_line = module.source(neighbour.text) if neighbour else ""
     return origin, (collectives_line or neighbours_line) if is_alone else (neighbours_line or collectives_line)
 
 
@@ -136,50 +136,42 @@ def wire_bytes(kind: str, operand_bytes: int, group: int) -> int:
     return -(-operand_bytes * (group - 1) * (2 if kind == "all-reduce" else 1) // group)
 
 
-def pieces(module: Module, at: str, collective: Instruction) -> Iterator[Piece]:
-    """The data of a collective, operand by operand, with concatenated operands split into their parts. at: its computation."""
-    instructions = module.computations[at].instructions
-    operands = [instructions[name] for name in collective.operands]
+def pieces(module: Module, collective: Instruction) -> Iterator[Piece]:
+    """The data of a collective, operand by operand, with concatenated operands split into their parts."""
+    operands = module.operands(collective)
     if collective.kind == "ragged-all-to-all":
         # Rows, the buffer for them, and the offsets and sizes of the blocks. The larger of rows and buffer has room for whatever may come.
         array = min((operand.arrays[0] for operand in operands[:2]), key=lambda array: array.num_bytes)
-        results = tuple(Spot(at, result) for result in _results(module, at, collective, 0, 1))
-        yield Piece(array, collective.op_name, Spot(at, operands[0].name), results)
+        yield Piece(array, collective.op_name, operands[0], tuple(_results(module, collective, 0, 1)))
         return
     for index, (operand, name) in enumerate(zip(operands, operand_names(collective.op_name, len(operands)), strict=True)):
-        parts = list(_concatenated(module, at, operand))
+        parts = list(_concatenated(module, operand))
         if len(parts) > 1:
             # Their results are slices of one array, which lead to no single user: names and producers have to do.
             yield from (part._replace(op_name=part.op_name or name) for part in parts)
         else:
-            results = tuple(Spot(at, result) for result in _results(module, at, collective, index, len(operands)))
-            yield from (Piece(array, name, Spot(at, operand.name), results) for array in operand.arrays)
+            results = tuple(_results(module, collective, index, len(operands)))
+            yield from (Piece(array, name, operand, results) for array in operand.arrays)
 
 
-def _results(module: Module, at: str, collective: Instruction, index: int, num_operands: int) -> Iterator[str]:
+def _results(module: Module, collective: Instruction, index: int, num_operands: int) -> Iterator[Instruction]:
     """The instructions with the result for one operand: the done of an asynchronous pair, and of several results the element."""
-    computation = module.computations[at]
-    done = [name for name in computation.users.get(collective.name, ()) if computation.instructions[name].op.endswith("-done")]
-    for whole in done or [collective.name]:
+    done = [user for user in module.users(collective) if user.op.endswith("-done")]
+    for whole in done or [collective]:
         if num_operands == 1:
             yield whole
             continue
-        for name in computation.users.get(whole, ()):
-            user = computation.instructions[name]
+        for user in module.users(whole):
             if user.op == "get-tuple-element" and user.attribute("index") == str(index):
-                yield name
+                yield user
 
 
-def _concatenated(module: Module, at: str, operand: Instruction) -> Iterator[Piece]:
+def _concatenated(module: Module, operand: Instruction) -> Iterator[Piece]:
     """The arrays that an operand is a concatenation of, whether by an instruction or inside a fusion; none if it is not one."""
     if operand.op == "fusion":
-        at = operand.called[0]
-        operand = module.computations[at].instructions[module.computations[at].root]
-    instructions = module.computations[at].instructions
+        operand = module.computations[operand.called[0]].root
     # These change the layout of what was concatenated, not the data.
     while operand.op in ("bitcast", "reshape", "copy"):
-        operand = instructions[operand.operands[0]]
+        operand = module.operands(operand)[0]
     if operand.op == "concatenate":
-        for name in operand.operands:
-            part = instructions[name]
-            yield Piece(part.arrays[0], part.op_name, Spot(at, name), ())
+        yield from (Piece(part.arrays[0], part.op_name, part, ()) for part in module.operands(operand))

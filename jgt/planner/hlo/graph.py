@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from jgt.planner.hlo.instruction import Instruction
-from jgt.planner.hlo.text import Computation, Module, Spot
+from jgt.planner.hlo.text import Module
 from jgt.planner.hlo.trips import trip_count
 from jgt.program.scopes import branch_share
 
@@ -32,7 +32,7 @@ def runs_per_step(module: Module, further_rounds: int = 0) -> dict[str, Fraction
             # XLA has no recursion, but a malformed text might: 0 ends it.
             runs[name] = Fraction(0)
             runs[name] = sum(
-                (of(at) * _runs_per_call(module, caller, name, further_rounds) for at, caller in module.callers.get(name, ())), Fraction(0)
+                (of(i.computation) * _runs_per_call(module, i, name, further_rounds) for i in module.callers.get(name, ())), Fraction(0)
             )
         return runs[name]
 
@@ -68,94 +68,76 @@ def _runs_per_call(module: Module, caller: Instruction, called: str, further_rou
     return Fraction(1)
 
 
-def producers(module: Module, spot: Spot) -> Iterator[Spot]:
+def producers(module: Module, instruction: Instruction) -> Iterator[Instruction]:
     """The instructions that a value is directly computed from. For a parameter, these are the arguments that its callers pass."""
-    instruction = module.at(spot)
     if instruction.op == "get-tuple-element":
         # Its operand is the whole tuple, but only one of the tuple's operands matters for this element.
-        yield from _elements(module, Spot(spot.computation, instruction.operands[0]), int(instruction.attribute("index")))
+        yield from _elements(module, module.operands(instruction)[0], int(instruction.attribute("index")))
         return
     if instruction.op != "parameter":
-        yield from (Spot(spot.computation, name) for name in instruction.operands)
+        yield from module.operands(instruction)
         return
-    number = instruction.parameter_number
-    for at, caller in module.callers.get(spot.computation, ()):
+    for caller in module.callers.get(instruction.computation, ()):
+        arguments, number = module.operands(caller), instruction.parameter_number
         if caller.op == "conditional":
             # Operand 0 chooses the branch; one operand for each branch follows.
-            yield Spot(at, caller.operands[1 + caller.called.index(spot.computation)])
-        elif number < len(caller.operands):
-            yield Spot(at, caller.operands[number])
+            yield arguments[1 + caller.called.index(instruction.computation)]
+        elif number < len(arguments):
+            yield arguments[number]
 
 
-def _elements(module: Module, spot: Spot, index: int) -> Iterator[Spot]:
+def _elements(module: Module, whole: Instruction, index: int) -> Iterator[Instruction]:
     """The instructions that an element of a tuple comes from: one operand where results match operands, otherwise the whole tuple.
 
     An element of a loop's tuple comes from the iteration before and, in the first one, from outside.
     """
-    instruction = module.at(spot)
-    if instruction.op == "while":
-        yield from _of_loop(module, spot.computation, instruction, index)
-        return
-    loops = [(at, i) for at, i in module.callers.get(spot.computation, ()) if i.op == "while"] if instruction.op == "parameter" else []
-    for at, loop in loops:
-        yield from _of_loop(module, at, loop, index)
+    callers = module.callers.get(whole.computation, ()) if whole.op == "parameter" else ()
+    loops = [whole] if whole.op == "while" else [caller for caller in callers if caller.op == "while"]
+    for loop in loops:
+        for state in (module.computations[loop.attribute("body")].root, module.operands(loop)[0]):
+            # Only a tuple has an operand for each element.
+            yield module.operands(state)[index] if state.op == "tuple" else state
     if not loops:
-        yield Spot(spot.computation, _tuple_element(module.computations[spot.computation], instruction, index))
+        yield _tuple_element(module, whole, index)
 
 
-def _of_loop(module: Module, at: str, loop: Instruction, index: int) -> Iterator[Spot]:
-    """The instructions that make an element of a loop's tuple: for the next iteration, and for the first."""
-    body = loop.attribute("body")
-    for computation, name in ((body, module.computations[body].root), (at, loop.operands[0])):
-        whole = module.at(Spot(computation, name))
-        # Only a tuple has an operand for each element.
-        yield Spot(computation, whole.operands[index] if whole.op == "tuple" else name)
-
-
-def _tuple_element(computation: Computation, result: Instruction, index: int) -> str:
-    whole = result
-    if whole.op.endswith("-done"):
-        whole = computation.instructions[whole.operands[0]]
+def _tuple_element(module: Module, result: Instruction, index: int) -> Instruction:
+    whole = module.operands(result)[0] if result.op.endswith("-done") else result
     # A combined collective, all-reduce(%a, %b), returns a tuple with a result for each operand.
     is_elementwise = whole.op == "tuple" or len(whole.operands) == len(result.arrays) > 1
-    return whole.operands[index] if is_elementwise and whole.op not in _OPAQUE else whole.name
+    return module.operands(whole)[index] if is_elementwise and whole.op not in _OPAQUE else whole
 
 
-def consumers(module: Module, spot: Spot) -> Iterator[Spot]:
+def consumers(module: Module, instruction: Instruction) -> Iterator[Instruction]:
     """The instructions that use a value directly. The result of a computation is used by what called it.
 
     An element of a tuple is used by what takes this element, in a loop in the next iteration and after the last one.
     """
-    computation = module.computations[spot.computation]
-    for name in computation.users.get(spot.name, ()):
-        user = computation.instructions[name]
+    for user in module.users(instruction):
         if user.op == "tuple":
-            for index in (n for n, operand in enumerate(user.operands) if operand == spot.name):
-                yield from _users_of_element(module, Spot(spot.computation, name), index, set())
+            for index in (n for n, operand in enumerate(user.operands) if operand == instruction.name):
+                yield from _users_of_element(module, user, index, set())
         else:
-            yield Spot(spot.computation, name)
-    if spot.name == computation.root:
-        yield from (Spot(at, caller.name) for at, caller in module.callers.get(spot.computation, ()))
+            yield user
+    if instruction.is_root:
+        yield from module.callers.get(instruction.computation, ())
 
 
-def _users_of_element(module: Module, whole: Spot, index: int, seen: set[Spot]) -> Iterator[Spot]:
+def _users_of_element(module: Module, whole: Instruction, index: int, seen: set[Instruction]) -> Iterator[Instruction]:
     """The instructions that use an element of a tuple. seen: tuples that it has been an element of."""
     if whole in seen:
         return
     seen.add(whole)
-    computation = module.computations[whole.computation]
-    for name in computation.users.get(whole.name, ()):
-        user = computation.instructions[name]
+    for user in module.users(whole):
         if user.op == "while":
             yield from _users_in_loop(module, user, index, seen)
         elif user.op != "get-tuple-element" or user.attribute("index") == str(index):
-            yield Spot(whole.computation, name)
-    for at, caller in module.callers.get(whole.computation, ()) if whole.name == computation.root else ():
+            yield user
+    for caller in module.callers.get(whole.computation, ()) if whole.is_root else ():
         if caller.op == "while":
             yield from _users_in_loop(module, caller, index, seen)
-        yield from _users_of_element(module, Spot(at, caller.name), index, seen)
+        yield from _users_of_element(module, caller, index, seen)
 
 
-def _users_in_loop(module: Module, loop: Instruction, index: int, seen: set[Spot]) -> Iterator[Spot]:
-    body = loop.attribute("body")
-    yield from _users_of_element(module, Spot(body, module.computations[body].parameters[0]), index, seen)
+def _users_in_loop(module: Module, loop: Instruction, index: int, seen: set[Instruction]) -> Iterator[Instruction]:
+    yield from _users_of_element(module, module.computations[loop.attribute("body")].parameters[0], index, seen)

@@ -69,7 +69,8 @@ class Array(NamedTuple):
 class Instruction:
     """One instruction.
 
-    shape: the shape of the result, as text. text: the rest of the line, from the first operand to the last attribute.
+    shape: the shape of the result, as text. text: the rest of the line, from the first operand to the last attribute. computation: the name
+    of the computation that it is part of.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Instruction:
     shape: str
     text: str
     is_root: bool = False
+    computation: str = ""
 
     @cached_property
     def arrays(self) -> tuple[Array, ...]:

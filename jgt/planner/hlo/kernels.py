@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from jgt.planner.hardware.rates import MatmulWork
 from jgt.planner.hlo.instruction import Array, Instruction
-from jgt.planner.hlo.text import Computation, Module
+from jgt.planner.hlo.text import Module
 from jgt.program.kernels import AttentionWork, attention_of, custom_call_flops
 
 CONTROL = {"while", "conditional", "call"}
@@ -54,30 +54,29 @@ def is_kernel(instruction: Instruction) -> bool:
     return instruction.op not in _FREE and not instruction.op.endswith(("-start", "-done", "-update"))
 
 
-def kernel_cost(module: Module, computation: Computation, instruction: Instruction) -> KernelCost:
+def kernel_cost(module: Module, instruction: Instruction) -> KernelCost:
     """The work of one run of an instruction, including the computation that it fuses."""
     return KernelCost(
-        matmuls=tuple(_matmuls(module, computation, instruction)),
-        attention=_attention(computation, instruction),
-        num_bytes=_bytes(module, computation, instruction),
+        matmuls=tuple(_matmuls(module, instruction)),
+        attention=_attention(module, instruction),
+        num_bytes=_bytes(module, instruction),
     )
 
 
-def _attention(computation: Computation, instruction: Instruction) -> AttentionWork | None:
+def _attention(module: Module, instruction: Instruction) -> AttentionWork | None:
     if instruction.op != "custom-call":
         return None
-    arrays = [array for name in instruction.operands[:1] for array in computation.instructions[name].arrays]
+    arrays = [array for operand in module.operands(instruction)[:1] for array in operand.arrays]
     return attention_of(instruction.text, arrays[0].dims) if arrays else None
 
 
-def _matmuls(module: Module, computation: Computation, instruction: Instruction) -> Iterator[MatmulWork]:
+def _matmuls(module: Module, instruction: Instruction) -> Iterator[MatmulWork]:
     """The matrix products of an instruction; a convolution is one of patches."""
     if instruction.op == "fusion":
-        fused = module.computations[instruction.called[0]]
-        for inner in fused.instructions.values():
-            yield from _matmuls(module, fused, inner)
+        for inner in module.computations[instruction.called[0]].instructions.values():
+            yield from _matmuls(module, inner)
         return
-    operands = [computation.instructions[name] for name in instruction.operands]
+    operands = module.operands(instruction)
     if not operands or not operands[0].arrays:
         return
     left, is_call, shared = operands[0].arrays[0], instruction.op == "custom-call", ()
@@ -117,13 +116,13 @@ def _numbers(pattern: re.Pattern[str], instruction: Instruction) -> tuple[int, .
     return tuple(int(n) for n in re.findall(r"\d+", found[1])) if found else ()
 
 
-def _bytes(module: Module, computation: Computation, instruction: Instruction) -> int:
+def _bytes(module: Module, instruction: Instruction) -> int:
     """The bytes of operands and results; for a slice, or an update in place, of the slice only."""
-    operands = [computation.instructions[name] for name in instruction.operands]
+    operands = module.operands(instruction)
     if instruction.op == "fusion":
-        fused = module.computations[instruction.called[0]]
-        read = [_bytes_read(fused, number, operand.num_bytes) for number, operand in enumerate(operands)]
-        return sum(read) + _bytes_written(fused)
+        parameters = module.computations[instruction.called[0]].parameters
+        read = [_bytes_read(module, parameters[number], operand.num_bytes) for number, operand in enumerate(operands)]
+        return sum(read) + _bytes_written(module, module.computations[instruction.called[0]].root)
     if instruction.op == "dynamic-update-slice":
         # Outside a fusion too, XLA updates in place: the update is read, and written into the array.
         return 2 * operands[1].num_bytes
@@ -137,40 +136,36 @@ def _bytes(module: Module, computation: Computation, instruction: Instruction) -
     return sum(i.num_bytes for i in operands) + sum(array.num_bytes for array in results)
 
 
-def _bytes_read(fused: Computation, number: int, whole: int) -> int:
-    """The bytes that a fusion reads of operand `number`: only the slices if it is only sliced, none if it is only written into."""
-    name = fused.parameters[number]
-    users = [fused.instructions[user] for user in fused.users.get(name, ())]
+def _bytes_read(module: Module, parameter: Instruction, whole: int) -> int:
+    """The bytes that a fusion reads of an operand of `whole` bytes: its slices if it is only sliced, none if it is only written into."""
     total = 0
-    for user in _behind_bitcasts(fused, users):
+    for user in _behind_bitcasts(module, parameter):
         if user.op in ("dynamic-slice", "slice", "gather"):
             total += user.num_bytes
         # An update in place (operand 0 of dynamic-update-slice) reads nothing of the array.
-        elif user.op != "dynamic-update-slice" or _without_bitcasts(fused, user.operands[0]).name != name:
+        elif user.op != "dynamic-update-slice" or _without_bitcasts(module, module.operands(user)[0]) != parameter:
             return whole
     # Overlapping slices read no more than everything: the rest comes from a cache.
     return min(total, whole)
 
 
-def _behind_bitcasts(fused: Computation, users: list[Instruction]) -> Iterator[Instruction]:
+def _behind_bitcasts(module: Module, instruction: Instruction) -> Iterator[Instruction]:
     """The users, with each bitcast replaced by its own users: a bitcast only gives the same bytes another shape."""
-    for user in users:
+    for user in module.users(instruction):
         if user.op == "bitcast":
-            yield from _behind_bitcasts(fused, [fused.instructions[n] for n in fused.users.get(user.name, ())])
+            yield from _behind_bitcasts(module, user)
         else:
             yield user
 
 
-def _without_bitcasts(fused: Computation, name: str) -> Instruction:
-    at = fused.instructions[name]
-    while at.op == "bitcast":
-        at = fused.instructions[at.operands[0]]
-    return at
+def _without_bitcasts(module: Module, instruction: Instruction) -> Instruction:
+    while instruction.op == "bitcast":
+        instruction = module.operands(instruction)[0]
+    return instruction
 
 
-def _bytes_written(fused: Computation) -> int:
+def _bytes_written(module: Module, root: Instruction) -> int:
     """The bytes that a fusion writes: its results, but only the update of an array that it updates in place."""
-    root = fused.instructions[fused.root]
-    results = root.operands if root.op == "tuple" else [root.name]
-    ends = [(name, _without_bitcasts(fused, name)) for name in results]
-    return sum(fused.instructions[at.operands[1] if at.op == "dynamic-update-slice" else name].num_bytes for name, at in ends)
+    results = module.operands(root) if root.op == "tuple" else [root]
+    ends = [(result, _without_bitcasts(module, result)) for result in results]
+    return sum((module.operands(end)[1] if end.op == "dynamic-update-slice" else result).num_bytes for result, end in ends)

@@ -21,7 +21,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Literal, NamedTuple
 
 from jgt.planner.hlo.graph import consumers, producers
-from jgt.planner.hlo.text import Module, Spot
+from jgt.planner.hlo.instruction import Instruction
+from jgt.planner.hlo.text import Module
 from jgt.program.scopes import BACKWARD, ON_DEVICES, PIPELINE, PREFIX, RECOMPUTE, REPLICAS
 
 Phase = Literal["forward", "backward", "recompute"]
@@ -39,6 +40,7 @@ _SIGNAL = re.compile(rf"(?<![\w.-]){re.escape(PREFIX)}([\w.-]+)")
 _TWICE = re.compile(r"(transpose\(jvp\(([^()]*)\)\)((?:/[^/]+)*?))/jvp\(\2\)\3(?=/|$)")
 _TWICE_IN_BODY = re.compile(r"(?:(?<=/)|^)((?:[^/]+/)+)\1(?=(?:checkpoint|add_any)(?:/|$))")
 _MAX_HOPS = 6
+_Step = Callable[[Module, Instruction], Iterator[Instruction]]
 
 
 class Origin(NamedTuple):
@@ -112,14 +114,15 @@ def _split(text: str) -> list[str]:
     return parts
 
 
-def origin_at(module: Module, spot: Spot) -> Origin:
+def origin_at(module: Module, instruction: Instruction) -> Origin:
     """The origin of an instruction by its own name or its neighbours'; its signal is NONE if neither has one."""
-    name = module.at(spot).op_name
-    origin, _ = find_origin(module, name, [spot], [spot])
-    return Origin(NONE, phase_of(name)) if origin is None else origin
+    origin, _ = find_origin(module, instruction.op_name, [instruction], [instruction])
+    return Origin(NONE, phase_of(instruction.op_name)) if origin is None else origin
 
 
-def find_origin(module: Module, op_name: str, inputs: Iterable[Spot], outputs: Iterable[Spot]) -> tuple[Origin | None, Spot | None]:
+def find_origin(
+    module: Module, op_name: str, inputs: Iterable[Instruction], outputs: Iterable[Instruction]
+) -> tuple[Origin | None, Instruction | None]:
     """The origin of a name, or of the nearest neighbour if the name has none; and the nearest neighbour of that signal.
 
     inputs and outputs are where the search begins: it follows inputs to what they are computed from, then outputs to what uses them.
@@ -135,45 +138,44 @@ def find_origin(module: Module, op_name: str, inputs: Iterable[Spot], outputs: I
     below = op_name.rpartition(PREFIX)[2]
     if ON_DEVICES in below or (origin_of(op_name) == origin and origin.signal.count("/") and "while/body" not in below):
         # Code that is written for a device has its own signal, and so has code directly under a signal inside another one.
-        return origin, neighbour.spot if neighbour else None
+        return origin, neighbour.instruction if neighbour else None
     inner = origin.signal + "/"
     deeper = _nearest(module, inputs, outputs, lambda other: other.signal.startswith(inner))
     if deeper is not None:
         origin, neighbour = Origin(deeper.origin.signal, origin.phase), deeper
-    return origin, neighbour.spot if neighbour else None
+    return origin, neighbour.instruction if neighbour else None
 
 
 class _Neighbour(NamedTuple):
     origin: Origin
-    spot: Spot
+    instruction: Instruction
 
 
-def _nearest(module: Module, inputs: Iterable[Spot], outputs: Iterable[Spot], accepts: Callable[[Origin], bool]) -> _Neighbour | None:
+def _nearest(
+    module: Module, inputs: Iterable[Instruction], outputs: Iterable[Instruction], accepts: Callable[[Origin], bool]
+) -> _Neighbour | None:
     return _search(module, inputs, producers, accepts) or _search(module, outputs, consumers, accepts)
 
 
-def _search(
-    module: Module, ring: Iterable[Spot], step: Callable[[Module, Spot], Iterator[Spot]], accepts: Callable[[Origin], bool]
-) -> _Neighbour | None:
+def _search(module: Module, ring: Iterable[Instruction], step: _Step, accepts: Callable[[Origin], bool]) -> _Neighbour | None:
     """Breadth first, one ring of neighbours after another."""
-    seen: set[Spot] = set()
+    seen: set[Instruction] = set()
     for _ in range(_MAX_HOPS + 1):
         # Not a set: the order decides between neighbours at the same distance, and has to be the same in every run.
-        ring = [s for s in dict.fromkeys(ring) if s not in seen]
+        ring = [i for i in dict.fromkeys(ring) if i not in seen]
         seen.update(ring)
         for near in ring:
-            origin = origin_of(module.at(near).op_name)
+            origin = origin_of(near.op_name)
             if origin is not None and accepts(origin):
                 return _Neighbour(origin, near)
         ring = [further for near in ring for further in _beside(module, near, step)]
     return None
 
 
-def _beside(module: Module, spot: Spot, step: Callable[[Module, Spot], Iterator[Spot]]) -> Iterator[Spot]:
+def _beside(module: Module, instruction: Instruction, step: _Step) -> Iterator[Instruction]:
     """The neighbours of an instruction. A bitcast without a name is the same value, and not a hop."""
-    for near in step(module, spot):
-        instruction = module.at(near)
-        if instruction.op == "bitcast" and not instruction.op_name:
+    for near in step(module, instruction):
+        if near.op == "bitcast" and not near.op_name:
             yield from _beside(module, near, step)
         else:
             yield near

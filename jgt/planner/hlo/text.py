@@ -34,7 +34,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from jgt.planner.hlo.instruction import Instruction
 
@@ -108,30 +107,23 @@ class Computation:
     instructions: Mapping[str, Instruction]
 
     @cached_property
-    def root(self) -> str:
-        """The name of the instruction whose value the computation returns."""
-        return next(i.name for i in self.instructions.values() if i.is_root)
+    def root(self) -> Instruction:
+        """The instruction whose value the computation returns."""
+        return next(i for i in self.instructions.values() if i.is_root)
 
     @cached_property
-    def parameters(self) -> dict[int, str]:
-        """The names of the parameters by their number."""
-        return {i.parameter_number: name for name, i in self.instructions.items() if i.op == "parameter"}
+    def parameters(self) -> dict[int, Instruction]:
+        """The parameters by their number."""
+        return {i.parameter_number: i for i in self.instructions.values() if i.op == "parameter"}
 
     @cached_property
-    def users(self) -> dict[str, list[str]]:
-        """The names of the instructions that have an instruction as an operand, by its name."""
-        users: dict[str, list[str]] = {}
-        for name, instruction in self.instructions.items():
+    def users(self) -> dict[str, list[Instruction]]:
+        """The instructions that have an instruction as an operand, by its name."""
+        users: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions.values():
             for operand in instruction.operands:
-                users.setdefault(operand, []).append(name)
+                users.setdefault(operand, []).append(instruction)
         return users
-
-
-class Spot(NamedTuple):
-    """Where an instruction is: the name of its computation, and its own name."""
-
-    computation: str
-    name: str
 
 
 @dataclass(frozen=True)
@@ -158,7 +150,7 @@ class Module:
                 if computation and match:
                     root, name, shape, op, rest = match.groups()
                     # Programs are large, and few lines are ever asked about: the rest of a line is parsed on demand.
-                    instructions[name] = Instruction(name=name, op=op, shape=shape, text=rest, is_root=bool(root))
+                    instructions[name] = Instruction(name=name, op=op, shape=shape, text=rest, is_root=bool(root), computation=computation)
             elif line.startswith("}"):
                 # Python assigns from left to right: the name is used before it is cleared.
                 computations[computation], computation = Computation(instructions), ""
@@ -174,9 +166,14 @@ class Module:
             raise ValueError("this is not the text of a compiled program: it has no ENTRY")
         return cls(computations, entry, Lines(tables), text.removeprefix("HloModule ").partition(",")[0])
 
-    def at(self, spot: Spot) -> Instruction:
-        """The instruction at a spot."""
-        return self.computations[spot.computation].instructions[spot.name]
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """The operands of an instruction."""
+        inside = self.computations[instruction.computation].instructions
+        return [inside[name] for name in instruction.operands]
+
+    def users(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions that have an instruction as an operand."""
+        return self.computations[instruction.computation].users.get(instruction.name, [])
 
     def instructions(self, *, within: frozenset[str] | None = None) -> Iterator[Instruction]:
         """The instructions of all computations, or of those named in `within`."""
@@ -185,18 +182,17 @@ class Module:
                 yield from computation.instructions.values()
 
     @cached_property
-    def spots(self) -> dict[str, Spot]:
-        """The spot of each instruction by its name, which XLA keeps unique within a program."""
-        return {name: Spot(at, name) for at, computation in self.computations.items() for name in computation.instructions}
+    def named(self) -> dict[str, Instruction]:
+        """Each instruction by its name, which XLA keeps unique within a program."""
+        return {instruction.name: instruction for instruction in self.instructions()}
 
     @cached_property
-    def callers(self) -> dict[str, list[tuple[str, Instruction]]]:
-        """The instructions that run a computation, by its name, each with the name of the computation that it is part of."""
-        callers: dict[str, list[tuple[str, Instruction]]] = {}
-        for name, computation in self.computations.items():
-            for instruction in computation.instructions.values():
-                for called in dict.fromkeys(instruction.called):
-                    callers.setdefault(called, []).append((name, instruction))
+    def callers(self) -> dict[str, list[Instruction]]:
+        """The instructions that run a computation, by its name."""
+        callers: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions():
+            for called in dict.fromkeys(instruction.called):
+                callers.setdefault(called, []).append(instruction)
         return callers
 
     def source(self, metadata: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jgt.planner.hlo.instruction import Instruction
-from jgt.planner.hlo.text import Module, Spot
+from jgt.planner.hlo.text import Module
 from jgt.program.scopes import expected_trips
 
 _COUNTER = re.compile(r'"known_induction_variable":\{"tuple_index":"(\d+)"')
@@ -40,9 +40,8 @@ def trip_count(module: Module, loop: Instruction, further_rounds: int = 0) -> in
     found = _COUNTER.search(loop.text)
     index = int(found[1]) if found else 0
     limit = _limit(module, loop.attribute("condition"), index)
-    body = loop.attribute("body")
-    step = _element(module, Spot(body, module.computations[body].root), index)
-    start = _element(module, module.spots[loop.operands[0]], index)
+    step = _element(module, module.computations[loop.attribute("body")].root, index)
+    start = _element(module, module.operands(loop)[0], index)
     if limit is None or step is None or start is None or start.times or step.times != 1 or step.constant <= 0:
         return None
     return max(-(-(limit - start.constant) // step.constant), 0)
@@ -55,48 +54,42 @@ def unknown_loops(module: Module) -> Iterator[Instruction]:
 
 def _limit(module: Module, condition: str, index: int) -> int | None:
     """The first value of the counter for which a condition `counter + a < b` fails."""
-    spot = Spot(condition, module.computations[condition].root)
+    root = module.computations[condition].root
     arguments: Sequence[_Sum | None] = ()
-    root = module.at(spot)
     if root.op == "fusion":
-        arguments = [_value(module, Spot(condition, name), index) for name in root.operands]
-        spot = Spot(root.called[0], module.computations[root.called[0]].root)
-        root = module.at(spot)
+        arguments = [_value(module, operand, index) for operand in module.operands(root)]
+        root = module.computations[root.called[0]].root
     if root.op != "compare" or root.attribute("direction") != "LT":
         return None
-    less, more = (_value(module, Spot(spot.computation, name), index, arguments) for name in root.operands)
+    less, more = (_value(module, operand, index, arguments) for operand in module.operands(root))
     if less is None or more is None or less.times != 1 or more.times:
         return None
     return more.constant - less.constant
 
 
-def _element(module: Module, spot: Spot, index: int) -> _Sum | None:
-    whole = module.at(spot)
+def _element(module: Module, whole: Instruction, index: int) -> _Sum | None:
     if whole.op != "tuple" or index >= len(whole.operands):
         return None
-    return _value(module, Spot(spot.computation, whole.operands[index]), index)
+    return _value(module, module.operands(whole)[index], index)
 
 
-def _value(module: Module, spot: Spot, index: int, arguments: Sequence[_Sum | None] = ()) -> _Sum | None:
+def _value(module: Module, instruction: Instruction, index: int, arguments: Sequence[_Sum | None] = ()) -> _Sum | None:
     """A value in terms of the counter, element `index` of the loop's tuple. arguments: the operands of the fusion that
     contains the value.
     """
-    instruction = module.at(spot)
     if instruction.op == "constant":
         literal = instruction.text.partition(")")[0]
         return _Sum(int(literal)) if re.fullmatch(r"-?\d+", literal) else None
     if instruction.op == "parameter":
         return arguments[instruction.parameter_number] if instruction.parameter_number < len(arguments) else None
     if instruction.op == "get-tuple-element":
-        whole = Spot(spot.computation, instruction.operands[0])
-        element = int(instruction.attribute("index"))
-        if module.at(whole).op == "parameter":
+        whole, element = module.operands(instruction)[0], int(instruction.attribute("index"))
+        if whole.op == "parameter":
             return _Sum(0, 1) if element == index else None
         return _element(module, whole, element)
-    operands = [_value(module, Spot(spot.computation, name), index, arguments) for name in instruction.operands]
+    operands = [_value(module, operand, index, arguments) for operand in module.operands(instruction)]
     if instruction.op == "fusion":
-        body = instruction.called[0]
-        return _value(module, Spot(body, module.computations[body].root), index, operands)
+        return _value(module, module.computations[instruction.called[0]].root, index, operands)
     if instruction.op in _SAME:
         return operands[0]
     if instruction.op == "add" and (known := [x for x in operands if x is not None]) == operands:

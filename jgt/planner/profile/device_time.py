@@ -162,18 +162,18 @@ class _Reader:
 
     def _is_of_program(self, event: Event) -> bool:
         # An event without a program, such as a part of a CUDA graph, is recognized by its instruction alone.
-        return event.program in ("", self._module.name) and event.instruction in self._module.spots
+        return event.program in ("", self._module.name) and event.instruction in self._module.named
 
     def _contains_others(self, event: Event) -> bool:
         """Whether this is a loop or a call whose instructions have events of their own; counting both would count time twice."""
-        return event.may_contain and self._is_of_program(event) and self._module.at(self._module.spots[event.instruction]).op in CONTROL
+        return event.may_contain and self._is_of_program(event) and self._module.named[event.instruction].op in CONTROL
 
     def _owner(self, name: str) -> tuple[Origin, bool]:
         if name not in self._owners:
-            spot = self._module.spots[name]
-            signal, phase = origin_at(self._module, spot)
+            instruction = self._module.named[name]
+            signal, phase = origin_at(self._module, instruction)
             origin = Origin(full_signal(signal, self._known_signals), phase)
-            self._owners[name] = origin, is_collective(self._module, self._module.at(spot))
+            self._owners[name] = origin, is_collective(self._module, instruction)
         return self._owners[name]
 
 

@@ -45,8 +45,8 @@ def branch(predicate):
         return jax.lax.scan(step, x, jnp.arange(6))[0]
 
     module = read(fn, jnp.ones((8, 8)), jnp.array([True, False] * 3))
-    ((computation, conditional),) = conditionals(module)
-    return sources(module, computation, conditional.operands[0])
+    (conditional,) = conditionals(module)
+    return sources(module, module.operands(conditional)[0])
 
 
 def test_a_predicate_of_a_constant_table():

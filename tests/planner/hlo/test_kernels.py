@@ -17,8 +17,7 @@ def module(text):
 def of(text):
     """The cost of the instruction that is a program's result."""
     found = module(text)
-    computation = found.computations[found.entry]
-    return kernel_cost(found, computation, computation.instructions[computation.root])
+    return kernel_cost(found, found.computations[found.entry].root)
 
 
 def test_dot():

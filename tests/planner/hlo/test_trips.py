@@ -60,7 +60,7 @@ ENTRY %main (input: f32[8], given: s32[]) -> f32[8] {
 )
 def test_the_count_follows_from_start_step_and_limit(limit, start, stepped, expected):
     module = Module.parse(TEXT.replace("LIMIT", str(limit)).replace("START", start).replace("STEPPED", stepped))
-    loop = module.at(module.spots["loop"])
+    loop = module.named["loop"]
     assert trip_count(module, loop) == expected
     assert list(unknown_loops(module)) == ([loop] if expected is None else [])
 
