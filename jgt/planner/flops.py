@@ -84,17 +84,19 @@ def _dots(
 
 
 def _repeats(equation: Equation) -> int:
-    params = equation.params
-    if jx.is_scan(equation):
-        return params["length"]
-    if "newly_manual_axes" in params:
+    if "newly_manual_axes" in equation.params:
         # Shapes inside a shard_map are one device's along its manual axes, so the devices along these axes count.
-        sizes = dict(params["mesh"].shape)
-        return math.prod(sizes[axis] for axis in params["newly_manual_axes"])
-    if equation.primitive.name == "while":
-        expected = expected_trips(f"{equation.source_info.name_stack}")
-        return 1 if expected is None else expected
-    return 1
+        sizes = dict(equation.params["mesh"].shape)
+        return math.prod(sizes[axis] for axis in equation.params["newly_manual_axes"])
+    return trips_of(equation)
+
+
+def trips_of(equation: Equation) -> int:
+    """The runs of an equation's programs in one run of it. A loop of unknown length counts as often as its name says, or once."""
+    if jx.is_scan(equation):
+        return equation.params["length"]
+    expected = expected_trips(f"{equation.source_info.name_stack}") if equation.primitive.name == "while" else None
+    return 1 if expected is None else expected
 
 
 def _matmul_flops(equation: Equation) -> int:

@@ -19,13 +19,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jgt.planner.compiled import Compiled
+from jgt.planner.flops import trips_of
 from jgt.planner.hlo.origin import EXCHANGED, NONE, phase_of, signal_of
 from jgt.planner.layouts import Parameter, batch_axes
 from jgt.planner.needs.equations import Backend, MeshAxes, View, Views, all_reduced, contractions, into, is_gather, out_of, sent, through
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, num_parts, sharding_dims
 from jgt.program.jaxpr import Equation, Program, Var
-from jgt.program.scopes import expected_trips, replicas_of, taken_share
+from jgt.program.scopes import replicas_of, taken_share
 from jgt.replacements.device_plan import plan_of
 from jgt.replacements.experts.exchange import weights_of
 
@@ -123,14 +124,6 @@ class _Scope(NamedTuple):
         return signal_of(self.name)
 
 
-def _trips(equation: Equation) -> int:
-    """The runs of an equation's programs in one run of it. A loop of unknown length counts as often as its name says, or once."""
-    if jx.is_scan(equation):
-        return equation.params["length"]
-    expected = expected_trips(f"{equation.source_info.name_stack}") if equation.primitive.name == "while" else None
-    return 1 if expected is None else expected
-
-
 def usage_of(compiled: Compiled, params: Sequence[Parameter]) -> Usage:
     """The uses of parameters in a compiled function's traced program."""
     positions = {a.path: n for n, a in enumerate(compiled.arguments) if a.position == 0}
@@ -209,7 +202,7 @@ class Usage:
     def _enter(self, equation: Equation, inner: Program, scope: _Scope, views: Views) -> None:
         # shard_map makes some axes manual: inside, shapes are one device's along them.
         manual = equation.params.get("newly_manual_axes", ())
-        trips = _trips(equation)
+        trips = trips_of(equation)
         times, parts = scope.times * trips, scope.parts * (1 if jx.is_scan(equation) else trips)
         inside: Views = {}
         for outer, var in zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True):
