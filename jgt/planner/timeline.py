@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from jgt.command.console import axes_text
 from jgt.planner.hardware.network import Network
 from jgt.planner.hlo.collectives import is_collective, pieces, wire_bytes
-from jgt.planner.hlo.graph import branch_shares
+from jgt.planner.hlo.graph import branch_shares, runs_per_call
 from jgt.planner.hlo.groups import participants_of
 from jgt.planner.hlo.instruction import COLLECTIVES, HOST_SPACE, Instruction
 from jgt.planner.hlo.kernels import is_kernel, kernel_cost
 from jgt.planner.hlo.origin import NONE, Origin, origin_at, origin_of
 from jgt.planner.hlo.text import Module
-from jgt.planner.hlo.trips import trip_count
 from jgt.planner.panels import Lane, Span, Track
 from jgt.program.scopes import useful_share
 
@@ -212,30 +211,20 @@ class Timeline:
     def _call(self, run: _Run, instruction: Instruction) -> None:
         """An instruction that runs other computations; nothing for one that does no work at all."""
         walk, start = run.walk, run.walk.seconds
-        trips, loop = 1, ""
-        if instruction.op == "while":
-            known = trip_count(self._module, instruction)
-            trips, loop = 1 if known is None else known, instruction.attribute("body")
-            walk.add(self._walk(loop), trips)
-            # The condition runs once more, to end the loop.
-            walk.add(self._walk(instruction.attribute("condition")), trips + 1)
-        elif instruction.op == "conditional":
-            shares = branch_shares(self._module, instruction)
-            branches = [self._walk(called) for called in instruction.called]
-            if shares is None:
-                # Which branch is taken is unknown: the slowest one counts. Without times, FLOPs decide.
-                longest = max(branches, key=lambda branch: (branch.seconds, branch.num_flops))
-                # Devices that share a processor compute for other stages in a bubble.
-                is_shared = self._network is not None and self._network.chip.devices is not None
-                walk.add(longest.without_bubble() if is_shared else longest)
-            else:
-                for branch, share in zip(branches, shares, strict=True):
-                    walk.add(branch, float(share))
-        elif instruction.op in ("call", "async-start"):
-            for called in instruction.called:
-                walk.add(self._walk(called))
+        called = {name: self._walk(name) for name in instruction.called}
+        if instruction.op == "conditional" and branch_shares(self._module, instruction) is None:
+            # Which branch is taken is unknown: the slowest one counts. Without times, FLOPs decide.
+            longest = max(called.values(), key=lambda branch: (branch.seconds, branch.num_flops))
+            # Devices that share a processor compute for other stages in a bubble.
+            is_shared = self._network is not None and self._network.chip.devices is not None
+            walk.add(longest.without_bubble() if is_shared else longest)
+        else:
+            for name, inner in called.items():
+                walk.add(inner, float(runs_per_call(self._module, instruction, name)))
         if walk.seconds > start:
-            longest = max((self._walk(called) for called in instruction.called), key=lambda called: called.seconds)
+            longest = max(called.values(), key=lambda inner: inner.seconds)
+            loop = instruction.attribute("body") if instruction.op == "while" else ""
+            trips = int(runs_per_call(self._module, instruction, loop)) if loop else 1
             run.draw("device", start, walk.seconds, "loop" if loop else "kernels", longest.main_origin, trips, loop)
 
     def _compute(self, run: _Run, instruction: Instruction) -> None:

@@ -67,7 +67,7 @@ def print_comparison(columns: Sequence[str], rows: Sequence[Sequence[str]], best
     grid = Console.table("", columns, texts=1)
     for index, row in enumerate(rows):
         name, *numbers = row
-        grid.add_row(f"{name} *" if index in best else name, *numbers, style="bold green" if index in best else "")
+        grid.add_row(Text(f"{name} *" if index in best else name), *map(Text, numbers), style="bold green" if index in best else "")
     screen.print(grid)
 
 

@@ -32,7 +32,7 @@ def runs_per_step(module: Module, further_rounds: int = 0) -> dict[str, Fraction
             # XLA has no recursion, but a malformed text might: 0 ends it.
             runs[name] = Fraction(0)
             runs[name] = sum(
-                (of(i.computation) * _runs_per_call(module, i, name, further_rounds) for i in module.callers.get(name, ())), Fraction(0)
+                (of(i.computation) * runs_per_call(module, i, name, further_rounds) for i in module.callers.get(name, ())), Fraction(0)
             )
         return runs[name]
 
@@ -56,7 +56,8 @@ def branch_shares(module: Module, conditional: Instruction) -> list[Fraction] | 
     return [left / said.count(None) if share is None else share for share in said]
 
 
-def _runs_per_call(module: Module, caller: Instruction, called: str, further_rounds: int) -> Fraction:
+def runs_per_call(module: Module, caller: Instruction, called: str, further_rounds: int = 0) -> Fraction:
+    """The number of runs of a computation in one run of an instruction that calls it."""
     if caller.op == "while":
         trips = trip_count(module, caller, further_rounds)
         # The condition is evaluated once more than the body: the last time it ends the loop.
