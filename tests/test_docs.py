@@ -27,7 +27,7 @@ from jgt.planner.hlo.collectives import Collective
 from jgt.rules import load
 from jgt.schedule import custom, schedules
 from jgt.schedule.__main__ import parser as schedule_parser
-from jgt.schedule.simulate import number_text, percent_text, simulate
+from jgt.schedule.simulate import number_text, simulate
 from train import sections
 from train.__main__ import parser as train_parser
 from train.config import Config
@@ -404,7 +404,7 @@ def test_the_numbers_of_the_schedules():
     for name, schedule in schedules.SCHEDULES.items():
         few, many = (simulate(schedules.schedule_table(name, 4, M)) for M in (8, 32))
         expected.append(
-            [f"`{name}`", str(schedule.chunks_per_stage(None)), percent_text(few.bubble), percent_text(many.bubble), number_text(many.peak)]
+            [f"`{name}`", str(schedule.chunks_per_stage(None)), f"{few.bubble:.1%}", f"{many.bubble:.1%}", number_text(many.peak)]
         )
     assert [row[:5] for row in rows(section(SCHEDULES, "## The schedules"))[1:]] == expected
 

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from jgt.schedule.schedules import find_table
-from jgt.schedule.simulate import Simulation, kind_name, number_text, percent_text, simulate
+from jgt.schedule.simulate import Simulation, kind_name, number_text, simulate
 from jgt.schedule.table import KINDS, Kind, Table
 from jgt.schedule.timeline import Colour, ink, shade
 
@@ -43,7 +43,7 @@ def plot(simulation: Simulation, path: str | Path) -> None:
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     _draw(axes, simulation, shortest_label=label / 72 / inches * simulation.time)
-    axes.set_title(f"{table.title}, bubble {percent_text(simulation.bubble)}, peak {number_text(simulation.peak)}", fontsize=10)
+    axes.set_title(f"{table.title}, bubble {simulation.bubble:.1%}, peak {number_text(simulation.peak)}", fontsize=10)
     _frame(axes, simulation)
     figure.legend(handles=_legend(table), loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     with Path(path).open("wb") as file:

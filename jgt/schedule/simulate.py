@@ -125,7 +125,7 @@ def summarize(simulation: Simulation) -> list[str]:
     table = simulation.table
     by_stage = f" (by stage: {', '.join(map(number_text, simulation.peaks))})" if len(set(simulation.peaks)) > 1 else ""
     peak = count_noun(round(simulation.peak, 2), "activation")
-    costs = f"time {number_text(simulation.time)}, bubble {percent_text(simulation.bubble)}"
+    costs = f"time {number_text(simulation.time)}, bubble {simulation.bubble:.1%}"
     known = SCHEDULES.get(table.name)
     return [
         table.title,
@@ -136,7 +136,7 @@ def summarize(simulation: Simulation) -> list[str]:
 
 def comparison_row(simulation: Simulation) -> list[str]:
     """A schedule's row in a comparison, under COMPARISON_COLUMNS."""
-    table, costs = simulation.table, [number_text(simulation.time), percent_text(simulation.bubble), number_text(simulation.peak)]
+    table, costs = simulation.table, [number_text(simulation.time), f"{simulation.bubble:.1%}", number_text(simulation.peak)]
     # Each chunk boundary is crossed once in each direction, and 1f1b has one boundary a stage.
     return [table.name, str(table.virtual), str(table.num_ticks), *costs, f"{table.virtual}x"]
 
@@ -165,8 +165,3 @@ def kind_name(table: Table, kind: Kind) -> str:
 def number_text(value: float) -> str:
     """A number with at most two decimals, without trailing zeros: `5.5`."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-def percent_text(share: float) -> str:
-    """A share in percent: `8.6%`."""
-    return f"{100 * share:.1f}%"
