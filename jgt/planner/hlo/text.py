@@ -37,7 +37,6 @@ from pathlib import Path
 
 from jgt.planner.hlo.instruction import Instruction
 
-_DIRECT = re.compile(r'source_file="([^"]*)"(?: source_line=(\d+))?')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _JGT = str(Path(__file__).parents[2]) + "/"
 """The folder of jgt's own files. jgt rewrites programs, but what it rewrote still comes from where the user wrote it."""
@@ -51,8 +50,6 @@ class Lines:
 
     def of(self, metadata: str) -> str:
         """The file:line for an instruction's metadata; empty if it has none."""
-        if direct := _DIRECT.search(metadata):
-            return _relative(f"{direct[1]}:{direct[2] or 0}")
         found = _FRAME.search(metadata)
         return self._frames.get(int(found[1]), "") if found else ""
 

@@ -48,6 +48,5 @@ def test_the_line_of_a_stack(stack, line, shift):
 
 
 def test_a_line_without_tables():
-    assert Lines({}).of('metadata={op_name="x" source_file="/elsewhere/model.py" source_line=44}') == "/elsewhere/model.py:44"
     assert Lines({}).of('metadata={op_name="x" stack_frame_id=3}') == ""
     assert Lines({}).of("metadata={}") == ""
