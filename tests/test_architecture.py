@@ -116,6 +116,7 @@ SHARDING = ("jgt.sharding", "jgt.replacements", "jgt.program")
         ("jgt/planner/hlo", ["jgt.rules", "jgt.mesh", "jgt.schedule", *ABOVE, *PLANNER]),
         ("jgt/planner/profile", ["jgt.rules", "jgt.mesh", "jgt.schedule", *ABOVE, *PLANNER]),
         ("train/report", ["jax", "numpy"]),
+        ("train/top", ["jax", "numpy"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -63,6 +63,7 @@ _LAUNCH = "run a training on several processes of this machine, and restart them
 _OWN = {
     "train": Command(purpose=_RUN, place=".__main__:run_process", outlives_reader=True),
     "launch": Command(purpose=_LAUNCH, place=".launch.__main__", outlives_reader=True),
+    "top": Command(purpose="watch the processes of a run", place=".top.__main__"),
     "report": Command(purpose="show where a run's wall time went", place=".report.__main__"),
     "plot": Command(purpose="draw metrics of runs, as a PNG or in the terminal", place=".report.__main__:plot"),
     "compare": Command(purpose="show what two runs differ in", place=".report.__main__:compare"),

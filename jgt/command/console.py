@@ -10,6 +10,7 @@ from typing import Literal, TextIO, cast
 
 import rich.console
 from rich.table import Table
+from rich.text import Text
 
 WIDTH_OF_FILES = 160
 """The width of output that does not go to a terminal, in columns. rich would assume 80 and fold tables."""
@@ -54,6 +55,11 @@ class Console(rich.console.Console):
         for row in rows:
             table.add_row(*row)
         return table
+
+    @staticmethod
+    def styled(lines: Iterable[Sequence[tuple[str, str]]]) -> Text:
+        """Lines of pieces of text, each with its style. Whatever is wider than the screen is cut."""
+        return Text("\n", no_wrap=True, overflow="crop", end="").join(Text.assemble(*line) for line in lines)
 
     @staticmethod
     def fitted(columns: Mapping[str, Sequence[str]], width: int, least_wanted: Sequence[str]) -> dict[str, Sequence[str]]:

@@ -41,6 +41,8 @@ class Agreement:
         self._begun = _BEFORE_FIRST_STEP
         self._is_wanted = self._has_reported = False
         self._last_step: int | None = None
+        self.words: frozenset[str] = frozenset()
+        """The words of this process, and after the agreement those of all processes."""
 
     @property
     def is_before_first_step(self) -> bool:
@@ -58,11 +60,16 @@ class Agreement:
             self._begun = step
             return True
 
-    def request_stop(self) -> None:
-        """Asks all processes to stop, and returns at once."""
+    def request_stop(self, word: str = "") -> bool:
+        """Asks all processes to stop, and returns at once: whether the others will hear the word, which is too late after the report."""
+        with self._changed:
+            if word and self._has_reported:
+                return word in self.words
+            self.words |= {word} if word else set()
         self._is_wanted = True
         if self._store is None:
-            self._settle(self._report())
+            self._settle(self._report(), self.words)
+        return True
 
     def exchange_reports(self) -> None:
         """Reports this process's step if any process wants to stop, and reads the reports of the others.
@@ -73,52 +80,56 @@ class Agreement:
             return
         reports = self._store.below(self._topic)
         if (reports or self._is_wanted) and not self._has_reported:
-            self._store.set(f"{self._topic}/{self._process}", str(self._report()))
+            self._store.set(f"{self._topic}/{self._process}", " ".join([str(self._report()), *sorted(self.words)]))
         if len(reports) == self._count:
-            self._settle(max(int(step) for step in reports.values()))
+            told = [report.split() for report in reports.values()]
+            self._settle(max(int(step) for step, *_ in told), frozenset(word for _, *words in told for word in words))
 
     def _report(self) -> int:
         with self._changed:
             self._has_reported = True
             return self._begun
 
-    def _settle(self, last_step: int) -> None:
+    def _settle(self, last_step: int, words: frozenset[str]) -> None:
         with self._changed:
-            self._last_step = last_step
+            self._last_step, self.words = last_step, words
             self._changed.notify_all()
 
 
 class Requests:
-    """The requests that a signal to one process makes to all: to stop after a common step, or to save before one and continue.
+    """The requests that one process makes to all: to stop after a common step, or to save or to profile before one and continue.
 
-    A stop is agreed on once. Saves may be asked for again and again, so each has its own agreement, with a number. A process takes up the
-    next number when it begins the step after the agreed one. All processes pass that step, so all of them count alike. `must_save` and
-    `stop.may_begin` belong to the training thread, everything else to the threads beside it.
+    A stop is agreed on once. The others may be asked for again and again, so they have agreements with numbers, each with the words of what
+    is asked for. A process takes up the next number when it begins the step after the agreed one. All processes pass that step, so all
+    of them count alike. `due` and `stop.may_begin` belong to the training thread, everything else to the threads beside it.
     """
 
     def __init__(self, store: Store | None, process: int = 0, count: int = 1):
         self.stop = Agreement(store, process, count)
         """After which step the run stops."""
-        self._saves = (Agreement(store, process, count, f"save-{number}") for number in itertools.count(1))
-        self._save = next(self._saves)
+        self._all = (Agreement(store, process, count, f"asked-{number}") for number in itertools.count(1))
+        self._asked, self._later = next(self._all), set[str]()
 
-    def request_save(self) -> None:
-        """Asks all processes to save after a common step, and returns at once."""
-        self._save.request_stop()
+    def request(self, what: str) -> None:
+        """Asks all processes to save or to profile after a common step, and returns at once."""
+        if not self._asked.request_stop(what):
+            self._later.add(what)
 
-    def must_save(self, step: int) -> bool:
-        """Whether to save before this step."""
-        if self._save.may_begin(step):
-            return False
-        self._save = next(self._saves)
+    def due(self, step: int) -> frozenset[str]:
+        """The words of what all processes do before this step."""
+        if self._asked.may_begin(step):
+            return frozenset()
+        words, self._asked = self._asked.words, next(self._all)
         # The step is not begun yet, but will be, unless the run ends before it.
-        self._save.may_begin(step)
-        return True
+        self._asked.may_begin(step)
+        while self._later:
+            self._asked.request_stop(self._later.pop())
+        return words
 
     def exchange_reports(self) -> None:
         """As `Agreement.exchange_reports`, for all requests."""
         self.stop.exchange_reports()
-        self._save.exchange_reports()
+        self._asked.exchange_reports()
 
 
 class Peers:

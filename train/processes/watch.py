@@ -6,7 +6,7 @@ second thread watches: it reads signals from a socket, measures how long the tra
 processes (`peers.py`).
 
 A first SIGTERM, SIGINT, SIGHUP or SIGXCPU asks all processes to stop after a common step, which the training thread learns from
-`may_begin`. SIGUSR1 and `request_save` ask them to save after a common step and to continue (`must_save`). What the watch cannot mend, it
+`may_begin`. SIGUSR1 and `request` ask them to save, or to profile a step, and to continue (`asked_for`). What the watch cannot mend, it
 ends, in this order: it informs the other processes (while it can), prints the reason, writes the stacks of all threads to stderr and to the
 run directory, notes the reason in the run's events, and leaves with `os._exit` and a code that says what happened
 (`train.command_line.Exit`). A regular exit would wait for the thread that hangs. A process that is not the run's own, such as the kernel of
@@ -153,13 +153,13 @@ class Watch:
         self._note_progress(f"step {step}", limit)
         return self._requests.stop.may_begin(step)
 
-    def request_save(self) -> None:
-        """Asks all processes to save after a common step, as SIGUSR1 does, and returns at once."""
-        self._requests.request_save()
+    def request(self, what: str) -> None:
+        """Asks all processes to `save` or to `profile` after a common step, as SIGUSR1 asks for a save, and returns at once."""
+        self._requests.request(what)
 
-    def must_save(self, step: int) -> bool:
-        """Whether a signal or `request_save` in any process asks all to save before this step. All processes ask before each step."""
-        return self._requests.must_save(step)
+    def asked_for(self, step: int) -> frozenset[str]:
+        """The words of what all processes do before this step, by a signal or `request`. All of them call this once before each step."""
+        return self._requests.due(step)
 
     def now(self) -> dict[str, Any]:
         """For the status: what the training thread does, for how long without progress, its limit, in seconds, and the step it began."""
@@ -213,7 +213,7 @@ class Watch:
 
     def _handle_signal(self, number: int) -> None:
         if number == _SAVE:
-            self._requests.request_save()
+            self._requests.request("save")
             say("SIGUSR1: saving after the steps under way; training continues")
         if number not in _STOPS:
             return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -24,6 +25,8 @@ from .console import Screen
 from .step_range import PROFILE, StepRange
 
 _SIGNALS_FILE = "signals.json"
+_TRIAL, _TRIAL_SECONDS = "trial", 60.0
+"""The file that exists while a profile that the run was asked for may still end its process: JAX's issues 40260 and 15384."""
 _ANNOTATION = "train"
 """The name of a step's dispatch in the trace."""
 _COLUMNS = ["signal", "forward", "backward", "recompute", "exposed", "sum", "share", "collectives"]
@@ -39,14 +42,42 @@ class Profiler:
         self._before: set[Path] = set()
         self.tracing = False
         """Whether a trace is running."""
+        self._mark, self._known_until = run / PROFILE / _TRIAL, 0.0
+        self._is_refused = self._mark.exists()
+        """Whether an earlier start died soon after a profile that it was asked for."""
+
+    def _request(self, step: int) -> None:
+        """Profiles this step, unless a trace is running, or profiles end the process. No timer does so: a profile may end a run on GPUs."""
+        if self._is_refused:
+            why = f"a process died within {_TRIAL_SECONDS:.0f} s of the last one. To try again, remove {self._mark} and restart the run"
+            say(f"the request for a profile is ignored: {why}")
+        elif not self.tracing:
+            self._steps = StepRange(first=step, last=step)
+            if self._is_first:
+                self._known_until = time.monotonic() + _TRIAL_SECONDS
+                with contextlib.suppress(OSError):
+                    self._mark.parent.mkdir(parents=True, exist_ok=True)
+                    self._mark.touch()
+
+    def poll(self) -> None:
+        """Notes that the process has outlived its last profile."""
+        if self._known_until and time.monotonic() > self._known_until:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._known_until = 0.0
+        with contextlib.suppress(OSError):
+            self._mark.unlink()
 
     def check(self, done: int, total: int) -> None:
         """Raises InputError if a run of `total` steps that resumes after `done` of them does not train the steps to profile."""
         if self._steps is not None:
             self._steps.check(done, total)
 
-    def begins(self, step: int) -> bool:
-        """Whether the trace begins with this step."""
+    def begins(self, step: int, *, is_asked_for: bool = False) -> bool:
+        """Whether the trace begins with this step, as that of one step does that the run is asked for."""
+        if is_asked_for:
+            self._request(step)
         return self._steps is not None and step == self._steps.first
 
     def ends(self, step: int) -> bool:
@@ -61,8 +92,11 @@ class Profiler:
         options = jax.profiler.ProfileOptions()
         # Otherwise every call of a Python function would be an event, and slow the host down.
         options.python_tracer_level = 0
-        jax.profiler.start_trace(str(self._folder), profiler_options=options)
-        self.tracing = True
+        try:
+            jax.profiler.start_trace(str(self._folder), profiler_options=options)
+            self.tracing = True
+        except (OSError, RuntimeError) as error:
+            say(f"the profile could not be begun: {error}")
 
     def around(self, step: int) -> AbstractContextManager[object]:
         """A context for the dispatch of a step, which marks it in the trace with the step's number."""
@@ -79,7 +113,12 @@ class Profiler:
             return
         # JAX writes one trace per process and recording.
         (file,), first = new, self._steps.first
-        profile = Profile.read(file, _ANNOTATION, text, done + 1 - first, known_signals)
+        try:
+            profile = Profile.read(file, _ANNOTATION, text, done + 1 - first, known_signals)
+        # A trace of another version of JAX, or one that the disk cut short, may fail anywhere.
+        except Exception as error:
+            say(f"the profile {file} could not be read: {type(error).__name__}: {error}")
+            return
         title = f"Profile of steps {first} to {done}"
         if profile is None:
             self._screen.say(f"{title}: the trace {file} contains no device work of the training step")
@@ -92,6 +131,8 @@ class Profiler:
 
     def close(self) -> None:
         """Ends the trace if one is running. Failing to write it does not stop the run."""
+        if self._known_until and not self.tracing:
+            self._forget()
         if self.tracing:
             # First: whatever fails below, the trace is not ended a second time.
             self.tracing = False

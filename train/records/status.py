@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..report.status import status_file
+from ..report.status import status_file, take_requests
 from .sink import Sink
 from .timeline import Timeline
 
@@ -29,7 +29,8 @@ _LAST_SECONDS = 1.0
 class Status:
     """Writes the status of a process until it is closed. process: its number, or `launcher`. now(): what else the status says.
 
-    is_ours(): whether the run directory still belongs to this run; if not, nothing is written.
+    is_ours(): whether the run directory still belongs to this run; if not, nothing is written. asked(what) is called for what the run is
+    asked for by a file; of all processes, one has it.
     """
 
     def __init__(
@@ -39,9 +40,11 @@ class Status:
         timeline: Timeline,
         now: Callable[[], Mapping[str, Any]] = dict,
         is_ours: Callable[[], bool] = lambda: True,
+        asked: Callable[[str], object] | None = None,
     ):
         self._path, self._timeline, self._now, self._is_ours = status_file(folder, process), timeline, now, is_ours
         self._fixed = {"process": process, "host": socket.gethostname(), "pid": os.getpid()}
+        self._asked = asked
         self._sink = Sink(self._path.name, self._replace)
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="status", daemon=True)
@@ -66,6 +69,9 @@ class Status:
             fixed = {**self._fixed, "time": round(time.time(), 3)}
             if self._is_ours():
                 self._sink.put(json.dumps({**fixed, **self._timeline.figures, **now, "row": self._timeline.open_row()}, default=str))
+            if self._asked is not None and not is_last:
+                for what in take_requests(self._path.parent):
+                    self._asked(what)
             if not is_last:
                 self._is_closed.wait(_SECONDS)
 

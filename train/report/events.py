@@ -57,7 +57,7 @@ class Event(NamedTuple):
 
 def read_events(path: Path) -> tuple[list[Event], int]:
     """The events of a file, and the number of its lines that could not be read. Raises OSError."""
-    events = [_event(row) for line, row in read_lines(path) if line.strip()]
+    events = [as_event(row) for line, row in read_lines(path) if line.strip()]
     return [event for event in events if event is not None], events.count(None)
 
 
@@ -65,7 +65,7 @@ def read_process(run: Path, process: int) -> tuple[list[Event], int]:
     """As `read_events`, of a process of a run, with the phase that it has not ended. Raises OSError."""
     events, unreadable = read_events(events_file(run, process))
     row = left_open(run, process)
-    event = None if row is None else _event(row)
+    event = as_event(row)
     return (events if event is None else [*events, event]), unreadable
 
 
@@ -74,7 +74,8 @@ def _seconds(value: Any) -> float | None:
     return float(value) if type(value) in (float, int) and 0 <= value < _MAX_SECONDS else None
 
 
-def _event(row: dict[str, Any] | None) -> Event | None:
+def as_event(row: dict[str, Any] | None) -> Event | None:
+    """The event in a row of an events file, whose keys it takes; None if it is anything else."""
     if row is None:
         return None
     phase, time, seconds = row.pop("phase", None), _seconds(row.pop("time", None)), _seconds(row.pop("seconds", None))

@@ -37,6 +37,12 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             yield line, read_object(line)
 
 
+def read_object_file(path: Path) -> dict[str, Any] | None:
+    """The object that a file is; None if it is anything else, or longer than a megabyte. Raises OSError."""
+    with open_file(path) as file:
+        return read_object(file.read(_LONGEST_LINE))
+
+
 def read_tail(path: Path, size: int) -> list[dict[str, Any]]:
     """The objects in the whole lines of the last `size` bytes of a file. Raises OSError."""
     with open_file(path) as file:

@@ -6,15 +6,16 @@ killed, or that still runs, adds this row (`left_open`), so that the events reac
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.disk import open_file
-from .rows import read_object, read_tail
+from .rows import read_object_file, read_tail
 
 LAUNCHER = "launcher"
-_LONGEST_STATUS = 1 << 16
+REQUEST, REQUESTS = "request.json", ("save", "profile")
+"""The file by which anyone who may write in the run directory asks for one of these."""
 _TAIL = 1 << 17
 _LATE_SECONDS = 3.0
 """Events may be this much later than a status of the same start."""
@@ -33,8 +34,7 @@ def status_file(run: Path, process: int | str) -> Path:
 def read_status(run: Path, process: int | str) -> Mapping[str, Any] | None:
     """The last status of a process; None without one that can be read."""
     try:
-        with open_file(status_file(run, process)) as file:
-            return read_object(file.read(_LONGEST_STATUS))
+        return read_object_file(status_file(run, process))
     except OSError:
         return None
 
@@ -62,3 +62,21 @@ def left_open(run: Path, process: int | str) -> dict[str, Any] | None:
     # A status that is older than the events is of an earlier start, whose successor could not write its own.
     is_old = any(isinstance(at, int | float) and at > time + _LATE_SECONDS for at in times)
     return None if is_old or row.get("time") in times else dict(row)
+
+
+def ask(run: Path, what: str) -> None:
+    """Asks the processes of a run to save, or to profile a step: `what` is `save` or `profile`. Raises OSError."""
+    new = (path := run / REQUEST).with_name(f"{REQUEST}.new")
+    new.write_text(json.dumps({what: True}))
+    new.replace(path)
+
+
+def take_requests(run: Path) -> set[str]:
+    """The words of what the run was asked for since the last call."""
+    path = run / REQUEST
+    try:
+        found = read_object_file(path) or {}
+        path.unlink()
+    except OSError:
+        return set()
+    return {what for what in REQUESTS if found.get(what) is True}

@@ -38,7 +38,7 @@ _LOCK = "lock"
 _NOT_MOVED = ("data", CHOICE, LOGS, _LOCK)
 """Stays when an earlier run is moved away: encoded text and a layout serve any run, and the launcher's logs are open while a run starts."""
 _FILES = re.compile(
-    rf"(config\.yaml|data\.json|reference\.npz|metrics\.(jsonl|csv)|(layout|loggers)\.json)(\.new)?|events(-[0-9]+|-launcher)?\.jsonl|status-([0-9]+|launcher)\.json(\.new)?|stacks-[0-9]+\.txt|sample\.txt|{_LOCK}"
+    rf"(config\.yaml|data\.json|reference\.npz|metrics\.(jsonl|csv)|(layout|loggers)\.json)(\.new)?|events(-[0-9]+|-launcher)?\.jsonl|status-([0-9]+|launcher)\.json(\.new)?|stacks-[0-9]+\.txt|sample\.txt|request\.json(\.new)?|{_LOCK}"
 )
 _FOLDERS = ("checkpoints", COPY, CONFIGS, ORIGIN, "data", "faults", "tensorboard", "wandb", LOGS, PROFILE)
 

@@ -234,7 +234,7 @@ class Loop:
                 self._save(progress, saves)
             if not self.watch.may_begin(step):
                 break
-            if self.profiler.begins(step):
+            if self.profiler.begins(step, is_asked_for="profile" in saves.asked_for):
                 # Otherwise the trace would contain the end of earlier steps.
                 progress.wait()
                 self.profiler.start()
@@ -255,6 +255,7 @@ class Loop:
                 self._save(progress, saves)
             self._evaluate_if_due(progress, saves)
             saves.poll(position)
+            self.profiler.poll()
             self.exports.poll()
             progress.step_over()
         self._call_hooks("end", progress, saves)

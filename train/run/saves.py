@@ -59,6 +59,8 @@ class Saves:
         self._begun, self._saved, self._is_wanted = time.monotonic(), self.step, False
         self._failure: SaveError | None = None
         """Why the last save that was started has failed, if it has."""
+        self.asked_for: frozenset[str] = frozenset()
+        """The words of all requests before the next step, as in `train.processes.peers.Requests`."""
         self._minutes = self.setup.run.config.checkpoint.minutes
         self._wait(1.0)
 
@@ -66,8 +68,9 @@ class Saves:
         """Whether minutes or a signal ask for a save of a position. All processes call this before each step."""
         is_due = time.monotonic() >= self._next and not self._is_wanted and not self.checkpoints.is_saving
         if is_due and jax.process_index() == 0:
-            self.watch.request_save()
-        self._is_wanted |= self.watch.must_save(position.step + 1)
+            self.watch.request("save")
+        self.asked_for = self.watch.asked_for(position.step + 1)
+        self._is_wanted |= "save" in self.asked_for
         # Without some of its groups, a run can only continue from a state that follows an exchange.
         return self._is_wanted and not (position.phase and may_have_fewer())
 

@@ -99,7 +99,8 @@ def train(
         records = Records(folder, process=process, loggers=loggers, begun=entered)
         closing.callback(records.close)
         is_ours = (lambda: True) if lock is None else lock.is_held
-        status = Status(folder, process, records.timeline, lambda: {**watch.now(), "memory": memory_of_devices()}, is_ours=is_ours)
+        asked = None if process else watch.request
+        status = Status(folder, process, records.timeline, lambda: {**watch.now(), "memory": memory_of_devices()}, is_ours, asked)
         closing.callback(status.close)
         watch.on_end = lambda why: (records.stop(why=why), status.close())
         records.timeline.figures["clock"] = clock_ahead()

@@ -182,7 +182,8 @@ def clocked(monkeypatch):
         run = SimpleNamespace(config=SimpleNamespace(checkpoint=CheckpointConfig(**config)), steps=100)
         pending = []
         watch = SimpleNamespace(
-            request_save=lambda: (_clocked.asked.append(1), pending.append(1)), must_save=lambda step: bool(pending and pending.pop())
+            request=lambda what: (_clocked.asked.append(1), pending.append(what)),
+            asked_for=lambda step: {pending.pop()} if pending else set(),
         )
         checkpoints = Fake(bad=bad, describe=lambda: "")
         phase = lambda name, **details: nullcontext()  # noqa: E731
