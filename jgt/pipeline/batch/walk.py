@@ -28,8 +28,7 @@ def growth_of(whole: Flat, larger: Flat, *, ratio: float, num_params: int, trust
     """The growth of every value of a function of parameters and inputs with the batch.
 
     whole, larger: the function traced at one batch size and at `ratio` times as many rows. The first `num_params` arguments are
-    parameters. The others are inputs; those whose shape differs between the traces have the batch in dim 0.
-    trusted: signals under which values are meant to be computed from the rows at hand.
+    parameters. The others are inputs; those whose shape differs between the traces have the batch in dim 0. trusted: see `Growth`.
 
     Nothing is refused here: a value that is neither a sum nor a mean over the batch has an extent with a problem, and it is
     for the caller to decide whether that value matters. Raises AlignmentError if the traces do not have the same equations.

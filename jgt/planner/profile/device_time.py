@@ -33,8 +33,7 @@ class SignalTime:
 
     forward_ms, backward_ms, recompute_ms: while its kernels ran; kernels that run at once get equal parts. exposed_ms: while its
     collectives ran and no kernel did (for OTHER: while nothing else ran). collectives_ms: from the start to the end of its collectives,
-    whether kernels ran meanwhile or not. share: the sum of the four first fields, as a
-    part of the step's time.
+    whether kernels ran meanwhile or not. share: the sum of the first four times, as a part of the step's time.
     """
 
     signal: str
