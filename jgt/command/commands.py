@@ -65,6 +65,7 @@ _OWN = {
     "launch": Command(purpose=_LAUNCH, place=".launch.__main__", outlives_reader=True),
     "top": Command(purpose="watch the processes of a run", place=".top.__main__"),
     "report": Command(purpose="show where a run's wall time went", place=".report.__main__"),
+    "trace": Command(purpose="write the whole of a run as a timeline, for Perfetto", place=".report.__main__:trace"),
     "plot": Command(purpose="draw metrics of runs, as a PNG or in the terminal", place=".report.__main__:plot"),
     "compare": Command(purpose="show what two runs differ in", place=".report.__main__:compare"),
     "check": Command(purpose="check the rules against the mesh and the shapes, without devices", place=".run.__main__:check"),

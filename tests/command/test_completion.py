@@ -37,7 +37,7 @@ def script(shell):
 def test_bash_offers_commands(bash):
     assert offered(bash, "jgt", "") == [*find_commands()]
     assert {"--help", "--version"} <= set(offered(bash, "jgt", "--"))
-    assert offered(bash, "jgt", "tr") == ["train"]
+    assert offered(bash, "jgt", "tr") == ["train", "trace"]
     assert offered(bash, "jgt", "nothing") == []
 
 

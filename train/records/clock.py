@@ -31,7 +31,7 @@ WARMUP_STEPS = 2
 """Steps at a start that are not measured: they fill caches and allocate memory."""
 _LENGTHS = ((86400.0, 600.0), (3600.0, 60.0), (0.0, 10.0))
 """The seconds of a stretch by the seconds since the first one, so that a run of a month has a few thousand events and not a million."""
-_RECENT_SECONDS = 1.0
+_RECENT_SECONDS = 0.75
 """The least seconds of steps whose times the status has."""
 _DOUBT = 0.25
 """A lap is measured if its two ends are uncertain by at most this share of its length."""

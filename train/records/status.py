@@ -62,18 +62,23 @@ class Status:
     def _run(self) -> None:
         is_last = False
         while not is_last:
-            is_last, now = self._is_closed.is_set(), dict[str, Any]()
-            # A device that fails may not say how much memory it has.
-            with contextlib.suppress(Exception):
-                now.update(self._now())
-            fixed = {**self._fixed, "time": round(time.time(), 3)}
+            is_last = self._is_closed.is_set()
             if self._is_ours():
-                self._sink.put(json.dumps({**fixed, **self._timeline.figures, **now, "row": self._timeline.open_row()}, default=str))
+                self.write()
             if self._asked is not None and not is_last:
                 for what in take_requests(self._path.parent):
                     self._asked(what)
             if not is_last:
                 self._is_closed.wait(_SECONDS)
+
+    def write(self) -> None:
+        """Writes the status as it is now, or says once that this fails."""
+        now = dict[str, Any]()
+        # A device that fails may not say how much memory it has.
+        with contextlib.suppress(Exception):
+            now.update(self._now())
+        fixed = {**self._fixed, "time": round(time.time(), 3)}
+        self._sink.put(json.dumps({**fixed, **self._timeline.figures, **now, "row": self._timeline.open_row()}, default=str))
 
     def _replace(self, text: str) -> None:
         new = self._path.with_name(f"{self._path.name}.new")

@@ -1,4 +1,4 @@
-"""The command lines of `jgt report`, `jgt plot` and `jgt compare`. They need no JAX, so they answer at once, also for a copied run."""
+"""The command lines of `jgt report`, `jgt plot`, `jgt compare` and `jgt trace`. They need no JAX, so they answer at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from .compare import compare_runs, print_comparison
 from .loads import MARGIN, Loads, describe_loads, read_loads
 from .runs import AXES, METRICS, RunCurves, draw_text, read_runs, short_names
 from .table import print_accounts
+from .trace import write_trace
 
+TIMELINE = "run.trace.json.gz"
+"""The file that `jgt trace` writes if none is named."""
 PICTURE = "curves.png"
 """The file that `jgt plot` writes if none is named."""
 
@@ -36,6 +39,11 @@ def plot(argv: Sequence[str] | None = None) -> int:
 def compare(argv: Sequence[str] | None = None) -> int:
     """`jgt compare A B`. Returns the exit code."""
     return compare_parser().answer(argv, _compare)
+
+
+def trace(argv: Sequence[str] | None = None) -> int:
+    """`jgt trace RUN`. Returns the exit code."""
+    return trace_parser().answer(argv, _trace)
 
 
 def parser() -> CommandParser:
@@ -65,6 +73,29 @@ def compare_parser() -> CommandParser:
     parser.add_argument("second", metavar="B", help="another run directory")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
+
+
+def trace_parser() -> CommandParser:
+    """The command line of `jgt trace`."""
+    parser = CommandParser("jgt trace", "Writes the whole of a run as a timeline, for ui.perfetto.dev or chrome://tracing.")
+    parser.add_argument("run", metavar="RUN", help="the run directory, such as runs/quickstart")
+    parser.add_argument("--output", metavar="FILE", default=TIMELINE, help=f"the file to write ({TIMELINE}); compressed if it ends in .gz")
+    parser.add_argument("--last", type=_duration, metavar="TIME", help="only the last part of the run, such as 30m, 12h or 2d")
+    return parser
+
+
+def _duration(text: str) -> float:
+    """Seconds of a text such as `90s`, `30m`, `12h` or `2d`. Raises ArgumentTypeError."""
+    unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(text[-1:])
+    if unit is None or not text[:-1].isdecimal() or len(text) > 8 or int(text[:-1]) < 1:
+        raise argparse.ArgumentTypeError(f"must be a number and s, m, h or d, such as 30m, not {text[:40]!r}")
+    return float(int(text[:-1]) * unit)
+
+
+def _trace(arguments: argparse.Namespace) -> None:
+    path = Path(arguments.output)
+    count = write_trace(Path(arguments.run), path, arguments.last)
+    print(f"Wrote {count:,} events to {path}. Open it at ui.perfetto.dev or chrome://tracing")
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -50,7 +50,7 @@ NO_RECORD = "no record"
 _DIGITS = 6
 """Decimals of a second: a float of seconds since 1970 has no more."""
 _INCIDENTS = ("nonfinite", "spike", "save_failed")
-_CAUSE_OF = {"start": "startup", "verify": "restore"} | {
+CAUSE_OF = {"start": "startup", "verify": "restore"} | {
     name: name for name in ("open", "trace", "compile", "init", "restore", "save", "eval", "sample", "hook")
 }
 """The cause of a phase. All other phases are part of `other`."""
@@ -151,7 +151,7 @@ def account(
 ) -> Accounts:
     """The accounts from the events of process 0, at least one, and from the events of each other process."""
     others, starts = others or {}, find_starts(events)
-    limits = _last_preserved_steps(starts)
+    limits = preserved_steps([math.inf if start.resumed is None else start.resumed for start in starts])
     causes = _seconds_by_cause(starts, limits)
     # Wall time is defined as the sum of its parts, so that a reader who adds them up arrives at the same number to the last digit.
     wall = math.fsum(causes.values())
@@ -191,10 +191,11 @@ def _incidents(processes: Sequence[Sequence[Event]]) -> tuple[Counter[str], dict
     return Counter(phase for phase, _ in most.elements()), dict(faults)
 
 
-def _last_preserved_steps(starts: Sequence[StartSummary]) -> list[float]:
-    """The last step of each start that is not lost: a step is lost by the earliest checkpoint that any later start resumes from."""
-    # A start that ended before it resumed took nothing away.
-    resumed = [math.inf if start.resumed is None else start.resumed for start in starts]
+def preserved_steps(resumed: Sequence[float]) -> list[float]:
+    """The last step of each start that is not lost: a step is lost by the earliest checkpoint that any later start resumes from.
+
+    resumed: the step that each start resumed from; infinity for one that ended before, which took nothing away.
+    """
     return [*itertools.accumulate(reversed(resumed), min, initial=math.inf)][-2::-1]
 
 
@@ -205,7 +206,7 @@ def _seconds_by_cause(starts: Sequence[StartSummary], limits: Sequence[float]) -
     for start, limit in zip(starts, limits, strict=True):
         begin = max(start.begin, accounted_until)
         end = max(start.end, begin)
-        parts = [(_CAUSE_OF[phase], spent) for phase, spent in start.seconds.items() if phase in _CAUSE_OF]
+        parts = [(CAUSE_OF[phase], spent) for phase, spent in start.seconds.items() if phase in CAUSE_OF]
         for stretch in start.stretches:
             preserved = stretch.steps_up_to(limit) / stretch.steps
             parts += [("steps", stretch.seconds * preserved), ("redone", stretch.seconds * (1 - preserved))]

@@ -15,7 +15,7 @@ A run of years may have millions of lines, so what exists for each of them is a 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,7 +143,7 @@ def _summary(events: Sequence[Event], *, is_last: bool) -> StartSummary:
     by_phase: dict[str, list[Event]] = {}
     for event in events:
         by_phase.setdefault(event.phase, []).append(event)
-    stretches = tuple(_stretches(by_phase.get("step", ())))
+    stretches = tuple(filter(None, map(stretch_of, by_phase.get("step", ()))))
     resumed = next((e.natural("step") for e in by_phase.get("restore", ())), 0 if "init" in by_phase else None)
     # The events before the steps were lost: the first step says where the start resumed.
     if resumed is None and stretches:
@@ -166,12 +166,12 @@ def _summary(events: Sequence[Event], *, is_last: bool) -> StartSummary:
     )
 
 
-def _stretches(events: Sequence[Event]) -> Iterator[Stretch]:
-    for event in events:
-        first, last = event.natural("first"), event.natural("last")
-        # Anything else is not a stretch, and would divide by zero later.
-        if first and last is not None and last >= first:
-            yield Stretch(first=first, last=last, seconds=event.seconds, busy=_seconds(event.details.get("busy")))
+def stretch_of(event: Event) -> Stretch | None:
+    """The steps of an event of steps; None if it is anything else, which would divide by zero later."""
+    first, last = event.natural("first"), event.natural("last")
+    if not first or last is None or last < first:
+        return None
+    return Stretch(first=first, last=last, seconds=event.seconds, busy=_seconds(event.details.get("busy")))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ from ..hooks import Evaluations, Hook, Hooks, open_evaluations, open_hooks
 from ..processes.processes import agree_on_input, barrier, clock_ahead, number_of_processes, shared_store, this_process
 from ..processes.watch import Watch
 from ..records.console import Screen
+from ..records.nvml import Gpus
 from ..records.profiler import Profiler
 from ..records.progress import memory_of_devices
 from ..records.records import Records, open_loggers
@@ -100,7 +101,12 @@ def train(
         closing.callback(records.close)
         is_ours = (lambda: True) if lock is None else lock.is_held
         asked = None if process else watch.request
-        status = Status(folder, process, records.timeline, lambda: {**watch.now(), "memory": memory_of_devices()}, is_ours, asked)
+        gpus = Gpus(jax.local_device_count() if jax.default_backend() == "gpu" else 0)
+
+        def now() -> dict[str, Any]:
+            return {**watch.now(), "memory": memory_of_devices(), **gpus.figures()}
+
+        status = Status(folder, process, records.timeline, now, is_ours, asked)
         closing.callback(status.close)
         watch.on_end = lambda why: (records.stop(why=why), status.close())
         records.timeline.figures["clock"] = clock_ahead()

@@ -23,7 +23,7 @@ from ..report.runs import RunCurves
 from ..report.status import LAUNCHER, events_file, processes_of, read_status
 from .members import Member, clean, number, read_member, whole, with_stragglers
 
-_METRICS_BYTES, _EVENTS_BYTES, _LANE_BYTES = 1 << 18, 1 << 20, 1 << 14
+_METRICS_BYTES, _EVENTS_BYTES, _LANE_BYTES = 1 << 17, 1 << 20, 1 << 13
 _EVENTS_SECONDS = 10.0
 _RATE_ROWS = 200
 """The last logged steps from which the time left follows."""
@@ -103,6 +103,8 @@ class Watched:
             raise InputError([f"{folder}: is not a run directory{why}. Name one, such as runs/quickstart"])
         self.folder = folder
         self._accounts: tuple[float, int, dict[str, Any]] = (0.0, -1, {})
+        self._tails: dict[Path, tuple[int, list[dict[str, Any]]]] = {}
+        """The ends of files, with the sizes at which they were read."""
 
     def read(self, now: float | None = None, lanes: int = 0) -> Present:
         """The run at this moment. now: seconds since 1970. lanes: of how many processes, the worst first, the last events are read."""
@@ -116,7 +118,7 @@ class Watched:
             name=clean(self.folder.resolve().name, 40),
             now=now,
             members=tuple(members),
-            rows=tuple(_rows(self.folder / "metrics.jsonl", _METRICS_BYTES)),
+            rows=tuple(self._tail(self.folder / "metrics.jsonl", _METRICS_BYTES)),
             lanes={m.process: self._lane(m.process, statuses[m.process]) for m in members[:lanes]},
             signals=_signals(self.folder / "profile" / "signals.json"),
             restarting_s=_left(launcher, now),
@@ -149,14 +151,19 @@ class Watched:
         return known
 
     def _events(self, process: int, size: int) -> Iterator[Event]:
-        return (event for row in _rows(events_file(self.folder, process), size) if (event := as_event(row)) is not None)
+        # Copies, because an event takes the keys of its row.
+        rows = self._tail(events_file(self.folder, process), size)
+        return (event for row in rows if (event := as_event(dict(row))) is not None)
 
-
-def _rows(path: Path, size: int) -> list[dict[str, Any]]:
-    try:
-        return read_tail(path, size)
-    except OSError:
-        return []
+    def _tail(self, path: Path, size: int) -> list[dict[str, Any]]:
+        """The rows at the end of a file, which is read again when it has grown."""
+        try:
+            length = path.stat().st_size
+            if self._tails.get(path, (-1, []))[0] != length:
+                self._tails[path] = (length, read_tail(path, size))
+        except OSError:
+            return []
+        return self._tails[path][1]
 
 
 def _signals(path: Path) -> Mapping[str, Any]:
