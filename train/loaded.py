@@ -94,5 +94,5 @@ class Loaded:
     def apply(self) -> Callable[[Any, Any, Any], jax.Array]:
         """The function (params, variables, tokens) → logits under the rules, compiled. It takes as many rows as the rules can split."""
         storage, pads = self.setup.storage, bool(self.setup.storage.padded)
-        apply = self.setup.program.model.apply
-        return jax.jit(jgt.shard(apply, storage.model.rules, self.setup.mesh, state="variables", partial=True, pad=pads))
+        apply, rules = self.setup.program.model.apply, storage.model.rules.for_rows("plain")
+        return jax.jit(jgt.shard(apply, rules, self.setup.mesh, state="variables", partial=True, pad=pads))

@@ -27,7 +27,7 @@ EXCHANGES = ("all-to-all",)
 OVERFLOWS = ("rounds", "drop")
 CONTEXT_KEYS = ("axis", "method", "order", "between")
 METHODS = ("ring", "gather", "ulysses")
-ORDERS = ("plain", "zigzag")
+ORDERS = ("plain", "zigzag", "zigzag_rows")
 BACKWARD_KEYS = ("out", "tensors")
 ACTIONS = ("keep", "recompute", "offload")
 DEFAULT_ROOM = 1.25
@@ -145,9 +145,7 @@ class _Reader:
                 between = cast("tuple[str, str, str, str]", tuple(child.value for child in names))
             else:
                 self._problem(parts["between"], "is a list of four names: of q, k, v and of the attention's result")
-        if axis is None:
-            return None
-        return ContextRule(axis=axis, method=cast(Method, method), order=order, between=between, where=node.where)
+        return None if axis is None else ContextRule(axis=axis, method=cast(Method, method), order=order, between=between, where=node.where)
 
     def _room(self, node: Node | None) -> float:
         if node is None:

@@ -8,7 +8,7 @@ as it does on shapes, so they can be part of a cache's key.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Generic, Literal, TypeVar
 
 from jgt.document import nearest
@@ -54,15 +54,15 @@ class ExpertsRule:
 
 
 Method = Literal["gather", "ring", "ulysses"]
-Order = Literal["plain", "zigzag"]
+Order = Literal["plain", "zigzag", "zigzag_rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextRule:
     """The mesh axis that splits the sequence of a signal's attention, and how queries and keys meet.
 
-    order: the order in which devices compute; None: zigzag for a ring under a causal mask, else plain. between: the names of the tensors q,
-    k, v and of the result.
+    order: the order in which devices compute; None: zigzag for a ring under a causal mask, else plain; zigzag_rows: that of the rows.
+    between: the names of the tensors q, k, v and of the result.
     """
 
     axis: str
@@ -169,6 +169,20 @@ class Rules:
         specs = [*self.params, *(spec for rule in self.signals for spec in rule.params)]
         others = [part.axis for rule in self.signals for part in (rule.overlap, rule.experts) if part is not None]
         return frozenset(axis for spec in specs for axis in spec.axes).union(others)
+
+    @property
+    def contexts(self) -> tuple[ContextRule, ...]:
+        """All rules about long sequences."""
+        return tuple(rule.context for rule in self.signals if rule.context is not None)
+
+    def for_rows(self, order: Literal["plain", "zigzag"]) -> Rules:
+        """The rules of the same program for rows that arrive in this order."""
+
+        def of(rule: ContextRule) -> ContextRule:
+            own = None if rule.order == "zigzag_rows" else rule.order
+            return replace(rule, order=own if order == "plain" else "zigzag_rows")
+
+        return replace(self, signals=tuple(replace(one, context=one.context and of(one.context)) for one in self.signals))
 
     def match_input(self, path: str, rank: int, *other_paths: str, is_state: bool = False) -> Match[SpecRule]:
         """The rule of an argument that is not a parameter, by any of its paths. A spec with more dims than the argument does not match it.

@@ -116,8 +116,18 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
         pipeline = _with_locations(config.pipeline, root.find("pipeline"), folder).reducing(config.optimizer.gradients or "f32")
         problems += _pipeline_problems(pipeline, root, mesh if config.mesh is not None else {}, config.rules is not None)
     budget = Budget() if config.budget is None else Budget.read(config.budget, problems)
+    rules = rules.for_rows("plain" if isinstance(config.data, OwnData) else config.data.order)
     run = Run(config=config, mesh=mesh, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root, code=code)
-    checks = (_own_problems, _lora_problems, _loss_problems, _early_problems, _length_problems, _stack_problems, sync_problems)
+    checks = (
+        _own_problems,
+        _lora_problems,
+        _loss_problems,
+        _order_problems,
+        _early_problems,
+        _length_problems,
+        _stack_problems,
+        sync_problems,
+    )
     for check in checks:
         problems += check(run)
     if problems:
@@ -225,6 +235,21 @@ def _loss_problems(run: Run) -> Iterator[str]:
         yield run.root.find("train.beta").problem(f"only train.loss: {DPO} reads it. Remove the key")
     if config.optimizer.gradients == "bf16" and config.model.dtype == "f32":
         yield run.root.find("optimizer.gradients").problem("bf16 needs model.dtype: bf16. Gradients of f32 matmuls are f32")
+
+
+def _order_problems(run: Run) -> Iterator[str]:
+    """Rows in zigzag order that no attention expects, or that a loss would take for rows in order."""
+    data, node = run.config.data, run.root.find("data.order")
+    if isinstance(data, OwnData) or data.order != "zigzag":
+        return
+    axes = sorted({rule.axis for rule in run.rules.contexts})
+    if len(axes) != 1:
+        found = f"rules split sequences over {' and '.join(axes)}" if axes else "no rule splits a sequence"
+        yield node.problem(
+            f"zigzag is the order of attention over one axis of the mesh, but {found}. Use rules: jgt:context, or order: plain"
+        )
+    if run.config.train.loss not in (None, DPO):
+        yield node.problem("a loss of your own would see the tokens of a row in another order. Use order: plain")
 
 
 def _readable_sections(root: Node) -> Config:

@@ -120,6 +120,7 @@ class DataConfig(_SourceKeys):
     documents: join lets the tokens of a window attend to earlier documents in it; mask does not, and counts positions from the beginning
     of each document.
     end_of_text: the id that ends a document in token files; for documents: mask.
+    order: the order of the tokens of a row on the devices. zigzag: as rules with `context:` compute attention.
     mixture: the parts, each with a weight; for the source mixture.
     """
 
@@ -128,6 +129,7 @@ class DataConfig(_SourceKeys):
     shuffle: bool = True
     documents: Literal["join", "mask"] = "join"
     end_of_text: Annotated[int, Bound(low=0, high=2**31 - 1)] | None = None
+    order: Literal["plain", "zigzag"] = "plain"
     mixture: tuple[MixturePart, ...] = ()
 
     @staticmethod

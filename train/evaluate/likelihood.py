@@ -153,7 +153,8 @@ def score_program(setup: Setup, multiple: int) -> Callable[..., tuple[jax.Array,
         return jnp.sum(weights * nats, 1), jnp.all(is_best | (weights == 0), 1)
 
     storage = setup.storage
-    sharded = jgt.shard(score, storage.model.rules, mesh, state="variables", partial=True, pad=bool(storage.padded))
+    rules = storage.model.rules.for_rows("plain")
+    sharded = jgt.shard(score, rules, mesh, state="variables", partial=True, pad=bool(storage.padded))
     return jax.jit(sharded, out_shardings=storage.model.replicated())
 
 

@@ -69,17 +69,16 @@ class Decoder(nnx.Module):
         self.terms: Terms = nnx.data({})
         self.counts: Any = nnx.data(())
 
-    def __call__(self, tokens: jax.Array, segments: jax.Array | None = None) -> jax.Array:
-        x, table = self.features(tokens, segments)
+    def __call__(self, tokens: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None) -> jax.Array:
+        x, table = self.features(tokens, segments, positions)
         with signal.context("head"):
             return scores(x, table, self.config.logits_softcap)
 
-    def features(self, tokens: jax.Array, segments: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """The two factors of the logits: normed activations [b, s, d] and a table [v, d].
-
-        segments: the position [b, s] at which the document of each token begins; None if each row is one document.
-        """
-        x, sums, _ = self._stream(tokens, Rows(segments))
+    def features(
+        self, tokens: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """The two factors of the logits: normed activations [b, s, d] and a table [v, d]. segments, positions: see `Rows`."""
+        x, sums, _ = self._stream(tokens, Rows(segments, positions=positions))
         if self.config.experts is not None:
             self._count(sums, tokens.shape[1], self.config.experts)
         return self._scored(x)
@@ -107,7 +106,7 @@ class Decoder(nnx.Module):
         with signal.context("embed"):
             x = signal.tensor(self.embed(tokens), "rows")
             if self.positions is not None:
-                x = x + _positions(self.positions[...], tokens.shape[1], rows.segments).astype(x.dtype)
+                x = x + _positions(self.positions[...], tokens.shape[1], rows).astype(x.dtype)
             if self.config.embed_scale != 1:
                 x = x * jnp.asarray(self.config.embed_scale, x.dtype)
             # It has another name, so that `out` of this signal may differ from the layout of the rows.
@@ -225,10 +224,11 @@ def layer_flags(config: ModelConfig, first: int, end: int, *, is_cached: bool = 
     )
 
 
-def _positions(table: jax.Array, seq: int, segments: jax.Array | None) -> jax.Array:
-    """The learned position of each token in its document, from a table [seq, d]: [b, s, d], or [1, s, d] without segments."""
+def _positions(table: jax.Array, seq: int, rows: Rows) -> jax.Array:
+    """The learned position of each token in its document, from a table [seq, d]: [b, s, d], or [1, s, d] for equal rows."""
+    placed = rows.in_documents(seq)
     # The first is a slice. A lookup would cost a gather, and a scatter backward.
-    return table[None, :seq] if segments is None else table[jnp.arange(seq)[None, :] - segments]
+    return table[None, :seq] if placed is None else table[placed]
 
 
 class Embedding(nnx.Module):

@@ -32,6 +32,8 @@ from flax import linen, nnx
 from flax.errors import InvalidRngError
 
 Role = Literal["matrix", "table", "vector"]
+PLACES = ("segments", "positions")
+"""Arrays of a batch that say where tokens are: where their document begins, and where they are in the row (`train.models.tokens.Rows`)."""
 Use = Callable[[Any], Any]
 """A function of a module with its arrays, such as its call on a batch. Its results are trees of arrays."""
 
@@ -57,7 +59,7 @@ class Model:
 
     init(key) → params and variables. run(use, params, variables, is_training) → the result of `use` and the variables after it. declared:
     by path, the roles that do not follow from a parameter's rank. has_features: whether the module has `features` (see
-    `train.step.loss.make_loss`). has_segments: whether the module takes `segments`, by which documents are masked from each other.
+    `train.step.loss.make_loss`). takes: which of `PLACES` the module takes.
     has_cache: whether the module can compute one token at a time (`train.generate.caching`).
     is_trained_differently: whether `is_training` makes a difference, or there are terms. terms(module): the terms of a module that was
     called. merged(params) → the module's own parameters, to which those of adapters are added. settle(variables) → the variables after a
@@ -68,7 +70,7 @@ class Model:
     run: Callable[[Use, Any, Any, bool], tuple[Any, Any]]
     declared: Mapping[str, Role] = field(default_factory=dict[str, Role])
     has_features: bool
-    has_segments: bool
+    takes: frozenset[str]
     has_cache: bool
     is_trained_differently: bool
     terms: Callable[[Any], Terms] = lambda module: {}
@@ -134,7 +136,7 @@ def of_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         run=run,
         declared=_declared_by_nnx(module),
         has_features=hasattr(module, "features"),
-        has_segments=takes_segments(getattr(module, "features", module)),
+        takes=places_taken(module),
         has_cache=hasattr(module, "init_cache") and hasattr(module, "decode"),
         is_trained_differently=graphs[True] != graphs[False],
     )
@@ -180,15 +182,16 @@ def of_linen(module: linen.Module, call: Callable[[Any], Any]) -> Model:
         run=run,
         declared=declared,
         has_features=hasattr(module, "features"),
-        has_segments=takes_segments(getattr(module, "features", module)),
+        takes=places_taken(module),
         has_cache=hasattr(module, "init_cache") and hasattr(module, "decode"),
         is_trained_differently=False,
     )
 
 
-def takes_segments(called: Any) -> bool:
-    """Whether a module, or a method of it, has the argument `segments`."""
-    return callable(called) and "segments" in inspect.signature(called).parameters
+def places_taken(module: Any) -> frozenset[str]:
+    """Which of `PLACES` are arguments of a module's `features`, or of the module itself."""
+    called = getattr(module, "features", module)
+    return frozenset(PLACES).intersection(inspect.signature(called).parameters if callable(called) else ())
 
 
 def _draws(apply: Callable[..., Any], params: Any, collections: Any) -> bool:

@@ -16,20 +16,20 @@ from .tokens import LayerFlags, Rows
 
 def rotate(x: jax.Array, options: Options, flags: LayerFlags, rows: Rows) -> jax.Array:
     """x [b, s, n, h] with the first elements of each head rotated by the token's position in its document."""
-    seq, size, segments = x.shape[1], int(x.shape[-1] * options.rope_share), rows.segments
+    seq, size = x.shape[1], int(x.shape[-1] * options.rope_share)
     # [r/2], or [b, 1, r/2] where texts of different lengths have different frequencies.
     frequency, magnitude = _frequencies(options, size // 2, seq if rows.lengths is None else rows.lengths[:, None, None], flags.is_full)
     if flags.rotates is not True:
         # Without rotation all angles are 0.
         frequency = jnp.where(flags.rotates, frequency, 0.0)
-    positions = jnp.arange(seq, dtype=jnp.float32)
-    if segments is None and frequency.ndim == 1:
-        angle = positions[:, None] * frequency[None, :]  # [s, r/2]
+    placed = rows.in_documents(seq)
+    if placed is None and frequency.ndim == 1:
+        angle = jnp.arange(seq, dtype=jnp.float32)[:, None] * frequency[None, :]  # [s, r/2]
         # [s, r/2] → [1, s, 1, r/2], to be multiplied with all heads of all rows.
         cos, sin = jnp.cos(angle)[None, :, None, :], jnp.sin(angle)[None, :, None, :]
     else:
-        placed = positions[None, :] if segments is None else positions[None, :] - segments
-        angle = placed[..., None] * (frequency[None, None, :] if frequency.ndim == 1 else frequency)  # [b, s, r/2]
+        placed = jnp.arange(seq)[None, :] if placed is None else placed
+        angle = placed.astype(jnp.float32)[..., None] * (frequency[None, None, :] if frequency.ndim == 1 else frequency)  # [b, s, r/2]
         cos, sin = jnp.cos(angle)[:, :, None, :], jnp.sin(angle)[:, :, None, :]
     if magnitude != 1.0:
         factor: float | jax.Array = magnitude

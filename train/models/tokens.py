@@ -5,17 +5,26 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 
 class Rows(NamedTuple):
     """Where the tokens [b, s] are in their texts.
 
     segments: int[b, s], the position in its row at which the document of each token begins, which is negative where the first tokens are in
-    a cache; None if each row is one document. lengths: int[b], the tokens of each row's text so far; None: s.
+    a cache; None if each row is one document. lengths: int[b], the tokens of each row's text so far; None: s. positions: int[b, s], the
+    position of each token in its row; None: they are in order.
     """
 
     segments: jax.Array | None = None
     lengths: jax.Array | None = None
+    positions: jax.Array | None = None
+
+    def in_documents(self, seq: int) -> jax.Array | None:
+        """The position of each token in its document, int[b, s]; None if they are 0 to s - 1 in each row."""
+        if self.segments is None:
+            return self.positions
+        return (jnp.arange(seq)[None, :] if self.positions is None else self.positions) - self.segments
 
 
 class LayerFlags(NamedTuple):

@@ -115,10 +115,14 @@ def open_run_folder(path: Path, own: Code, overrides: Sequence[str] = ()) -> tup
 
 
 def _read_run(folder: Path, changes: Sequence[str], own: Code) -> Run:
-    optimizer = read(folder / CONFIG).find("optimizer").plain()
+    root = read(folder / CONFIG)
+    optimizer = root.find("optimizer").plain()
     # Another optimizer in the place of an own one trains the same parameters: the others have another type.
     is_own = isinstance(optimizer, dict) and is_name(optimizer.get("name"))
     first = [f"optimizer={json.dumps({'name': 'adamw', 'train': optimizer.get('train')})}"] if is_own else []
+    if root.find("data.order").plain() == "zigzag" and not is_name(root.find("data.source").plain()):
+        # Only a step of training reads rows in this order.
+        first.append("data.order=plain")
     try:
         # Hooks are for training, and may be of code that is not at hand.
         return configs.load(folder / CONFIG, [*first, "hooks={}", *changes], code=own, reads_data=False)

@@ -253,7 +253,7 @@ class Feed:
 
     def __init__(self, data: Data, setup: Setup):
         self._data, self._shardings, self._element = data, setup.batch_shardings, setup.program.element
-        self._batch = setup.run.config.train.batch
+        self._batch, self._order = setup.run.config.train.batch, setup.row_order
         # Held-out data without padding is read in batches that leave out few of its samples, and that the mesh still divides.
         shards = max(self._batch // self._shardings[name].shard_shape(x.shape)[0] for name, x in setup.batch_shapes.items())
         is_whole = setup.objective.is_of_whole_batches
@@ -289,6 +289,9 @@ class Feed:
     def _global(self, local: Mapping[str, np.ndarray], batch: int, rows: Sequence[int]) -> dict[str, jax.Array]:
         # `local` has this process's rows one after another. They need not be neighbours in the global batch.
         place = {row: i for i, row in enumerate(rows)}
+        if self._order is not None:
+            ordered = {name: x[..., self._order] if x.shape[-1:] == self._order.shape else x for name, x in local.items()}
+            local = {**ordered, "positions": np.broadcast_to(self._order, local["inputs"].shape)}
 
         def array(name: str, sharding: NamedSharding) -> jax.Array:
             def part(index: Any) -> np.ndarray:

@@ -28,9 +28,9 @@ from ..models.decoder import build
 from ..models.experts.config import ExpertsConfig
 from ..models.kernels import AttentionChoice, choose_attention
 from ..models.linear import compute_type
-from ..models.model import Model, Terms, of_flax, takes_segments
+from ..models.model import Model, Terms, of_flax, places_taken
 from ..sections import DPO
-from ..step.loss import segments_of
+from ..step.loss import token_places
 from ..step.objective import ShardedLoss, check_results, mode_of, own_objective, reported
 from ..step.preference import REFERENCE
 from ..step.trained import Trained, with_frozen
@@ -101,7 +101,7 @@ def program_of(
     kernel = None if attention is None else attention.kernel
     if remat == AUTO:
         remat = remat_settings(keeps_scores=kernel is None or kernel.keeps_scores)[0]
-    _check_segments(config, model, where)
+    _check_places(config, model, where)
     recompute = partial(with_remat_of, remat=remat, attention=kernel, where=where("train.remat"))
     loss, evaluated = losses_of(config, layout, pipeline, model, own_loss, chunks, recompute, where, partial_rules)
     # Under jit, what is traced here is not traced again where the state is made.
@@ -140,6 +140,8 @@ def element_of(config: Config, code: Code, where: Where) -> Element:
     kinds = {"inputs": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
     if data.has_segments:
         kinds["segments"] = jnp.int32
+    if data.order == "zigzag":
+        kinds["positions"] = jnp.int32
     shape = (2, model.seq) if data.source == "preferences" else (model.seq,)
     arrays = {name: jax.ShapeDtypeStruct(shape, kind) for name, kind in kinds.items()}
     return {**arrays, **({REFERENCE: jax.ShapeDtypeStruct((2,), jnp.float32)} if config.train.loss == DPO else {})}
@@ -177,7 +179,7 @@ def _call_on_zeros(batch: Element, loss: Callable[..., Any] | None, module: Any)
         return loss(module, zeros, **mode_of(loss, True))
     # The trainer's loss multiplies the head in a derivative of its own, which an adapted matrix cannot pass.
     call = getattr(module, "features", module)
-    return call(zeros["inputs"], **(segments_of(zeros) if takes_segments(module) else {}))
+    return call(zeros["inputs"], **{name: x for name, x in token_places(zeros).items() if name in places_taken(module)})
 
 
 def _attention(model: ModelConfig, layout: MeshLayout, where: Where) -> AttentionChoice:
@@ -217,15 +219,21 @@ def _with_exchange_metrics(model: Model, experts: ExpertsConfig, seq: int, layou
     return replace(model, terms=terms, is_trained_differently=True)
 
 
-def _check_segments(config: Config, model: Model, where: Where) -> None:
-    """Raises InputError if the documents are to be masked from each other, but the model would not learn where they begin."""
+def _check_places(config: Config, model: Model, where: Where) -> None:
+    """Raises InputError if the model would not learn where documents begin, or which positions tokens have."""
     # A loss of the user's own has the batch, and calls the model as it likes.
-    if isinstance(config.data, OwnData) or not config.data.has_segments or config.train.loss is not None or model.has_segments:
+    if isinstance(config.data, OwnData) or config.train.loss not in (None, DPO):
         return
-    key, value, other = (
-        ("documents", "mask", "documents: join") if config.data.documents == "mask" else ("packing", "true", "packing: false")
-    )
-    why = (
-        f"{value} needs a model that takes segments [b, s], and {config.model.kind} does not. Add the argument to it, or use {key}: {other}"
-    )
-    raise InputError([f"{where(f'data.{key}')}: data.{key}: {why}"])
+    masks = config.data.documents == "mask"
+    wanted: list[tuple[str, str, str, str]] = []
+    if config.data.has_segments and config.train.loss is None:
+        wanted.append(("segments", "documents", "mask", "join") if masks else ("segments", "packing", "true", "false"))
+    if config.data.order == "zigzag":
+        wanted.append(("positions", "order", "zigzag", "plain"))
+    problems: list[str] = []
+    for argument, key, value, other in wanted:
+        if argument not in model.takes:
+            why = f"{value} needs a model that takes {argument} [b, s], and {config.model.kind} does not. Add the argument to it, or use"
+            problems.append(f"{where(f'data.{key}')}: data.{key}: {why} {key}: {other}")
+    if problems:
+        raise InputError(problems)

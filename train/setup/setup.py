@@ -53,6 +53,16 @@ class Setup(StateLayout):
         return self.storage.model.inputs(self.batch_shapes)
 
     @property
+    def row_order(self) -> np.ndarray | None:
+        """The position int32[seq] of each token of a row as the step reads it; None for rows in their own order."""
+        if "positions" not in self.program.element:
+            return None
+        n = self.mesh.shape[self.run.rules.contexts[0].axis]
+        positions = np.arange(self.program.element["positions"].shape[-1], dtype=np.int32).reshape(2 * n, -1)
+        # Device i has the parts i and 2n - 1 - i.
+        return positions[[part for i in range(n) for part in (i, 2 * n - 1 - i)]].reshape(-1)
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the model."""
         return sum(map(self._num_elements, self.storage.model.parameters))

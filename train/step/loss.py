@@ -23,6 +23,7 @@ from jgt import signal, sum_of_groups
 from jgt.document import InputError
 
 from ..models.decoder import scores
+from ..models.model import PLACES
 from .objective import Arrays
 
 Groups = tuple[int, ...]
@@ -57,15 +58,15 @@ def make_loss(
 ) -> TokenLoss:
     """loss(model, {inputs, targets, weights: [b, s]}) → Σ weights · nats, a mean if the weights sum to 1.
 
-    features(model, inputs) → x [b, s, d] and a table [v, d], the factors of the logits. If the batch has `segments` [b, s], where documents
-    begin, features gets them too, by that name. chunks: a divisor of s. groups: the devices that split the batch. parts: the number of
+    features(model, inputs) → x [b, s, d] and a table [v, d], the factors of the logits. If the batch has some of `PLACES`, features gets
+    them too, by their names. chunks: a divisor of s. groups: the devices that split the batch. parts: the number of
     devices that split the sequence. Each device adds up the table's gradient from its own tokens; the sums cross devices once, after the
     last chunk. wide_gradients: whether they do so in f32, whatever the table's type. softcap: the limit of the logits
     (`model.logits_softcap`).
     """
 
     def loss(model: Any, batch: Arrays) -> jax.Array:
-        x, table = features(model, batch["inputs"], **segments_of(batch))
+        x, table = features(model, batch["inputs"], **token_places(batch))
         with signal.context("head"):
             return _loss(_Options(chunks, groups, parts, wide_gradients, softcap), x, table, batch["targets"], batch["weights"])
 
@@ -74,7 +75,7 @@ def make_loss(
 
 def loss_of_logits(model: Any, batch: Arrays) -> jax.Array:
     """As the loss of `make_loss`, of a model that is a function from tokens [b, s] to logits [b, s, v]."""
-    logits, tokens = model(batch["inputs"], **segments_of(batch)), list(batch["inputs"].shape)
+    logits, tokens = model(batch["inputs"], **token_places(batch)), list(batch["inputs"].shape)
     shape = list(getattr(logits, "shape", ()))
     if shape[:-1] != tokens:
         raise InputError([f"model: returned {shape or type(logits).__name__} for tokens {tokens}. Return logits [b, s, vocab]"])
@@ -82,9 +83,9 @@ def loss_of_logits(model: Any, batch: Arrays) -> jax.Array:
         return jnp.sum(batch["weights"] * cross_entropy(logits.astype(jnp.float32), batch["targets"]))
 
 
-def segments_of(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The batch's segments by name, as an argument of a model; nothing if it has none."""
-    return {"segments": batch["segments"]} if "segments" in batch else {}
+def token_places(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays of a batch that say where its tokens are, as arguments of a model."""
+    return {name: batch[name] for name in PLACES if name in batch}
 
 
 def num_chunks(rows: int, seq: int, vocab: int, num_devices: int, *, local_seq: int) -> int:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jgt import signal
 
 from ..models.decoder import scores
-from .loss import by_chunks, cross_entropy, segments_of
+from .loss import by_chunks, cross_entropy, token_places
 from .objective import Arrays
 
 REFERENCE = "reference"
@@ -59,10 +59,10 @@ def log_probabilities(model: Any, batch: Arrays, *, chunks: int = 1, softcap: fl
 def _nats(model: Any, rows: Arrays, chunks: int, softcap: float | None) -> jax.Array:
     """The nats [2 b, s] of the targets."""
     if not hasattr(model, "features"):
-        logits = model(rows["inputs"], **segments_of(rows)).astype(jnp.float32)
+        logits = model(rows["inputs"], **token_places(rows)).astype(jnp.float32)
         with signal.context("loss"):
             return cross_entropy(logits, rows["targets"])
-    x, table = model.features(rows["inputs"], **segments_of(rows))
+    x, table = model.features(rows["inputs"], **token_places(rows))
 
     # Differentiated, a chunk computes its logits a second time: the factor of a token's gradient is known after the last chunk alone.
     @partial(jax.checkpoint, prevent_cse=False)

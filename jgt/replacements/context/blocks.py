@@ -39,6 +39,25 @@ class Block(NamedTuple):
 
         return Block(share(mine) * self.out + share(others) * other.out, top + jnp.log(total))
 
+    def with_sink(self, sink: jax.Array) -> Block:
+        """The attention to one more key, whose scores f32[n] are the same for all queries, and whose value is zero (arXiv 2309.17453)."""
+        lse = jnp.logaddexp(self.lse, sink[None, :, None])
+        return Block(jnp.swapaxes(jnp.exp(self.lse - lse), 1, 2)[..., None] * self.out, lse)
+
+
+class KeptRows(NamedTuple):
+    """The arrays that the backward pass of a block reads.
+
+    q, out and cotangent [b, c, n, h], k and v [b, d, k, h], and the log-sum-exp f32[b, n, c]; out and lse are those of all keys.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    out: jax.Array
+    lse: jax.Array
+    cotangent: jax.Array
+
 
 class BlockGradients(NamedTuple):
     """The gradients of a block: q f32[b, c, n, h], k and v f32[b, d, k, h]."""
@@ -52,8 +71,8 @@ class BlockGradients(NamedTuple):
 class BlockKernel:
     """How a device computes blocks.
 
-    forward(q, k, v, seen, is_causal, scale) → Block. backward(q, k, v, out, lse, cotangent, seen, is_causal, scale) → BlockGradients, where
-    out and lse are those of all keys. seen: bool[b or 1, c, d], which keys a query sees; None: all, or with is_causal those up to its own.
+    forward(q, k, v, seen, is_causal, scale) → Block. backward(KeptRows, seen, is_causal, scale) → BlockGradients. seen: bool[b or 1, c, d],
+    which keys a query sees; None: all, or with is_causal those up to its own.
     """
 
     forward: Callable[..., Block]
@@ -91,17 +110,8 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array | None, i
     return Block((out / jnp.moveaxis(some, 3, 1)[..., None]).reshape(b, c, n, -1), lse.reshape(b, n, c))
 
 
-def _backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    cotangent: jax.Array,
-    seen: jax.Array | None,
-    is_causal: bool,
-    scale: float,
-) -> BlockGradients:
+def _backward(rows: KeptRows, seen: jax.Array | None, is_causal: bool, scale: float) -> BlockGradients:
+    q, k, v, out, lse, cotangent = rows
     (b, c, _, _), heads, mask = q.shape, k.shape[2], _seen(seen, is_causal, q.shape[1], k.shape[1])
     queries, behind = _grouped(q, heads), _grouped(cotangent, heads)
     weights = jnp.exp(_scores(queries, k, scale) - lse.reshape(b, heads, -1, c)[..., None])

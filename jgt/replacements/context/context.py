@@ -13,45 +13,29 @@ replaced, whoever wrote them. The batch is split in the same way as the inputs. 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.program import jaxpr as jx
-from jgt.program.dims import Dims, num_parts, show_dims
-from jgt.program.jaxpr import Equation, Program, Var
+from jgt.program.dims import Dims, show_dims
+from jgt.program.jaxpr import Equation, Program
 from jgt.program.places import Place, manual_mesh, mesh_around, place_of
 from jgt.replacements.context.blocks import XLA_BLOCKS, BlockKernel
+from jgt.replacements.context.checks import is_zigzag, order_problems, shape_problems
 from jgt.replacements.context.cudnn import CUDNN_BLOCKS, obstacle
 from jgt.replacements.context.pairs import UnreadableError
-from jgt.replacements.context.plans import SequenceSplit, attend
+from jgt.replacements.context.plans import attend
 from jgt.replacements.context.proof import Attention, attention_in
+from jgt.replacements.context.region import Region, made_inside, region_between, replaced_by
+from jgt.replacements.context.split import SequenceSplit
 from jgt.replacements.proof import equations_for
 from jgt.replacements.replacement import Replaced, Site
 from jgt.rules import ContextRule, Match, Rules, match_context, match_tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Region:
-    """The equations between four named tensors.
-
-    replaced: the identities of those that depend on q, k or v. operands: q, k, v and what else the equations read. reader: an equation
-    outside that reads a value of the replaced ones.
-    """
-
-    eqns: tuple[Equation, ...]
-    replaced: frozenset[int]
-    operands: tuple[Var, ...]
-    result: Var
-    reader: Equation | None
-
-    @property
-    def rows(self) -> tuple[Var, ...]:
-        """q, k and v."""
-        return self.operands[:3]
 
 
 @dataclass(frozen=True)
@@ -92,12 +76,12 @@ class Context:
         here = manual_mesh(named[0]) or mesh_around() or site.mesh
         manual = () if isinstance(here, Mesh) else here.manual_axes
         sizes = dict(here.shape)
-        region = _region(program, named)
+        region = region_between(program, named)
         # One token at a time: its row is not split.
         if sizes.get(rule.axis, 1) == 1 or jx.shape_of(region.rows[0])[1:2] == (1,):
             return program, []
         dims, wrong = self._dims(rule, place, region, site, manual)
-        wrong += _shape_problems(rule, region, dims, sizes)
+        wrong += shape_problems(rule, region, dims, sizes)
         if wrong:
             return program, wrong
         try:
@@ -105,7 +89,7 @@ class Context:
         except UnreadableError as error:
             line = next((line for line in map(jx.line_of, reversed(region.eqns)) if line), "the attention")
             return program, [f"{rule.where}: context: {line} is not attention that can be split along the sequence: {error}"]
-        wrong = list(_order_problems(rule, attention, jx.shape_of(region.rows[0])[1], sizes))
+        wrong = list(order_problems(rule, attention, jx.shape_of(region.rows[0])[1], sizes))
         if wrong:
             return program, wrong
         split = SequenceSplit(
@@ -115,18 +99,21 @@ class Context:
             num=sizes[rule.axis],
             batch=dims[0],
             heads=dims[2],
-            is_zigzag=_is_zigzag(rule, attention),
+            is_zigzag=is_zigzag(rule, attention),
+            is_exchanged=is_zigzag(rule, attention) and rule.order != "zigzag_rows",
             kernel=_kernel(attention, region, here),
         )
 
         def run(*operands: jax.Array) -> list[jax.Array]:
-            return [attend(split, here, *operands)]
+            # A sink may have its heads in groups.
+            sink = [] if attention.sink is None else [jnp.ravel(operands[-1])]
+            return [attend(split, here, *operands[: len(operands) - len(sink)], *sink)]
 
-        operands = [*region.rows, *(one.var for one in attention.pairs.operands)]
+        operands = [*region.rows, *attention.operands]
         new = equations_for(run, region.eqns[-1], operands, [region.result])
-        return _with(program, region, [*_made_inside(program, attention), *new]), []
+        return replaced_by(program, region, [*made_inside(program, attention), *new]), []
 
-    def _dims(self, rule: ContextRule, place: Place, region: _Region, site: Site, manual: Sequence[str]) -> tuple[Dims, list[str]]:
+    def _dims(self, rule: ContextRule, place: Place, region: Region, site: Site, manual: Sequence[str]) -> tuple[Dims, list[str]]:
         """The axes of the dims of q, and what is wrong with its rule."""
         rank = len(jx.shape_of(region.rows[0]))
         inputs = next((one.dims(rank) for one in self.rules.inputs if one.rank < rank), ((),) * rank)
@@ -144,113 +131,8 @@ class Context:
         return site.free(dims, manual), wrong
 
 
-def _region(program: Program, named: Sequence[Equation]) -> _Region:
-    """The equations that make the last of four named tensors from the first three, and those that only they need."""
-    eqns = jx.body(program).eqns
-    made = {var: equation for equation in eqns for var in equation.outvars}
-    rows, result = [one.outvars[0] for one in named[:3]], named[3].invars[0]
-    assert jx.is_var(result)
-    needed: set[Var] = {result}
-    inner: list[Equation] = []
-    for equation in reversed(eqns):
-        if any(var in needed and var not in rows for var in equation.outvars):
-            inner.append(equation)
-            needed.update(a for a in equation.invars if jx.is_var(a))
-    inside = inner[::-1]
-    # What depends on q, k or v is replaced; what doesn't may be read elsewhere, too.
-    depends, replaced = set(rows), set[int]()
-    for equation in inside:
-        if _reads(equation, depends):
-            depends.update(equation.outvars)
-            replaced.add(id(equation))
-    hidden = depends - {*rows, result}
-    reader = next((e for e in eqns if id(e) not in replaced and _reads(e, hidden)), None)
-    read = dict.fromkeys(a for e in inside for a in e.invars if jx.is_var(a))
-    operands = [var for var in read if var not in made and var not in rows]
-    return _Region(eqns=tuple(inside), replaced=frozenset(replaced), operands=(*rows, *operands), result=result, reader=reader)
-
-
-def _reads(equation: Equation, variables: Collection[Var]) -> bool:
-    return any(jx.is_var(a) and a in variables for a in equation.invars)
-
-
-def _shape_problems(rule: ContextRule, region: _Region, dims: Dims, sizes: Mapping[str, int]) -> Iterator[str]:
-    q, k, v = map(jx.shape_of, region.rows)
-    names = ", ".join(rule.between[:3])
-    if any(len(shape) != 4 for shape in (q, k, v)) or q[:2] != k[:2] or k[:3] != v[:3] or q[2] % k[2]:
-        shapes = ", ".join(str(list(shape)) for shape in (q, k, v))
-        yield f"{rule.where}: context: {names} have to be [b, s, heads, size], of equal b and s, but they are {shapes}"
-        return
-    if region.reader is not None:
-        yield (
-            f"{rule.where}: context: between {names} and {rule.between[-1]} a value is made that "
-            f"{jx.line_of(region.reader) or region.reader.primitive.name} reads, too. It would be one of the whole sequence"
-        )
-    heads = num_parts(dims[2], sizes) * (sizes[rule.axis] if rule.method == "ulysses" else 1)
-    for count, what in ((q[2], "heads"), (k[2], "key heads")):
-        if count % heads:
-            fits = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
-            yield (
-                f"{rule.where}: context: {count} {what} do not divide by {heads}, as {rule.method} over {rule.axis}={sizes[rule.axis]} "
-                f"needs it. Sizes that fit: {fits}; ring and gather leave the heads alone"
-            )
-    is_twice = rule.order == "zigzag"
-    if q[1] % (sizes[rule.axis] * (2 if is_twice else 1)):
-        yield _length(rule, q[1], sizes[rule.axis], is_twice=is_twice)
-
-
-def _length(rule: ContextRule, length: int, size: int, *, is_twice: bool) -> str:
-    n = 2 * size if is_twice else size
-    below, above = length // n * n, -(-length // n) * n
-    twice = " (zigzag order: twice the axis)" if is_twice else ""
-    near = " or ".join(str(one) for one in (below, above) if one)
-    return f"{rule.where}: context: a sequence of {length} does not divide by {n}{twice}. Take {near}"
-
-
-def _is_zigzag(rule: ContextRule, attention: Attention) -> bool:
-    return rule.order == "zigzag" or (rule.order is None and rule.method == "ring" and attention.is_causal and not attention.window)
-
-
-def _order_problems(rule: ContextRule, attention: Attention, length: int, sizes: Mapping[str, int]) -> Iterator[str]:
-    if rule.order == "zigzag" and (not attention.is_causal or rule.method == "ulysses"):
-        why = "the attention is not causal" if rule.method != "ulysses" else "each device has the whole sequence in ulysses"
-        yield f"{rule.where}: context: order: zigzag would change nothing, since {why}. Write order: plain"
-    elif _is_zigzag(rule, attention) and length % (2 * sizes[rule.axis]):
-        yield f"{_length(rule, length, sizes[rule.axis], is_twice=True)}, or write order: plain"
-
-
-def _kernel(attention: Attention, region: _Region, mesh: Mesh | AbstractMesh) -> BlockKernel:
+def _kernel(attention: Attention, region: Region, mesh: Mesh | AbstractMesh) -> BlockKernel:
     """cuDNN's where the model calls it, or where its devices have it."""
     device: Any = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
     q, k = (jx.struct_of(var) for var in region.rows[:2])
     return CUDNN_BLOCKS if attention.is_fused or not obstacle(q, k, device) else XLA_BLOCKS
-
-
-def _made_inside(program: Program, attention: Attention) -> list[Equation]:
-    """The equations from inside of calls, such as jits, that make operands of the pairs."""
-    source, found = attention.pairs.source, dict[int, Equation]()
-    outside = {var for equation in jx.body(program).eqns for var in equation.outvars}
-
-    def add(var: Var) -> None:
-        equation = source.made.get(var)
-        if equation is None or var in outside or id(equation) in found:
-            return
-        for a in equation.invars:
-            if jx.is_var(a):
-                add(a)
-        found[id(equation)] = equation
-
-    for one in attention.pairs.operands:
-        add(one.var)
-    return list(found.values())
-
-
-def _with(program: Program, region: _Region, new: Sequence[Equation]) -> Program:
-    """The program with new equations where the last ones of the region stood."""
-    eqns: list[Equation] = []
-    for equation in jx.body(program).eqns:
-        if equation is region.eqns[-1]:
-            eqns += new
-        elif id(equation) not in region.replaced:
-            eqns.append(equation)
-    return jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)

@@ -19,7 +19,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from jgt.program.jaxpr import Equation
 from jgt.program.kernels import CUDNN as NAMES
-from jgt.replacements.context.blocks import Block, BlockGradients, BlockKernel
+from jgt.replacements.context.blocks import Block, BlockGradients, BlockKernel, KeptRows
 
 _NUM_OTHERS = 6
 """Lengths, offsets and pages, which stay empty."""
@@ -87,17 +87,8 @@ def _forward(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, is_causal: boo
     return Block(out.astype(jnp.float32), lse)
 
 
-def _backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    cotangent: jax.Array,
-    seen: Any,
-    is_causal: bool,
-    scale: float,
-) -> BlockGradients:
+def _backward(rows: KeptRows, seen: Any, is_causal: bool, scale: float) -> BlockGradients:
+    q, k, v, out, lse, cotangent = rows
     run = cudnn._dot_product_attention_bwd_p_wrapper
     grads = run.bind(*_operands(q, k, v, seen), lse, out.astype(q.dtype), cotangent, **_options(seen, is_causal, scale))
     return BlockGradients(*(x.astype(jnp.float32) for x in grads[:3]))

@@ -1,8 +1,7 @@
 """The program of a device in attention on a split sequence: blocks in steps, as keys and values arrive.
 
-A device works on *parts* of the sequence: on the one that it has, or on two in zigzag order. There device i has the parts i and 2n-1-i of
-2n, so that under a causal mask all devices have equal work: in each step after the first, two whole blocks of the four, without a branch.
-Which two follows from whether the keys come from a device before or behind.
+A device works on *parts* of the sequence: on the one that it has, or on two in zigzag order (`split`). There each step after the first has
+two whole blocks of the four, without a branch. Which two follows from whether the keys come from a device before or behind.
 
 Keys and values *arrive*: around a ring, a part in each step, or all at once, and the steps take them from there. Backward, their gradients
 follow them in f32: around the ring with the keys and home at the end, or all at once in a reduce-scatter.
@@ -14,36 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from jgt.replacements.context.blocks import NOTHING, Block, BlockGradients, BlockKernel
+from jgt.replacements.context.blocks import NOTHING, Block, BlockGradients, BlockKernel, KeptRows
 from jgt.replacements.context.proof import Attention
-
-
-def exchanged(x: jax.Array, axis: str, dim: int, *, is_back: bool = False) -> jax.Array:
-    """The parts 2i and 2i+1 of device i for the parts i and 2n-1-i, or with `is_back` the other way round."""
-    n, is_even = jax.lax.axis_size(axis), jax.lax.axis_index(axis) % 2 == 0
-    ways = [[(i, part if part < n else 2 * n - 1 - part) for i, part in enumerate(range(first, 2 * n, 2))] for first in (0, 1)]
-    if is_back:
-        ways = [[(to, of) for of, to in way] for way in ways]
-    halves = jnp.split(x, 2, dim)
-    swapped = halves[::-1]
-    # A device of an even number has its low part from an even part, one of an odd number from an odd part.
-    if is_back:
-        halves = [jnp.where(is_even, *pair) for pair in ((halves[0], swapped[0]), (halves[1], swapped[1]))]
-    halves = [jax.lax.ppermute(half, axis, way) for half, way in zip(halves, ways, strict=True)]
-    if not is_back:
-        halves = [jnp.where(is_even, halves[0], halves[1]), jnp.where(is_even, halves[1], halves[0])]
-    return jax.lax.concatenate(halves, dim)
-
-
-def zigzag(x: jax.Array, n: int, dim: int, *, is_back: bool = False) -> jax.Array:
-    """A whole sequence in zigzag order over n devices, or with `is_back` in its own again."""
-    parts, order = jnp.split(x, 2 * n, dim), [part for i in range(n) for part in (i, 2 * n - 1 - i)]
-    return jax.lax.concatenate([parts[order.index(part) if is_back else order[part]] for part in range(2 * n)], dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +33,6 @@ class _Pair:
     keys: Any
     is_same: bool = False
     is_past: Any = True
-
-
-class KeptRows(NamedTuple):
-    """The rows of a device that its backward pass reads, [p, ...], as `BlockKernel.backward` takes them."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    out: jax.Array
-    lse: jax.Array
-    cotangent: jax.Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +155,7 @@ class RowsDevice:
         return self._walked(empty, (jnp.stack([k, v]), list(travelling)), run)
 
     def backward(self, rows: KeptRows, staying: Sequence[Any], travelling: Sequence[Any]) -> BlockGradients:
-        """The gradients of a device's q, k and v, [p, ...]."""
+        """The gradients of a device's q, k and v, [p, ...], from rows [p, ...]."""
         q, k, v, *_ = rows
 
         def gradients(step: Any, keys: Any, pairs: list[_Pair]) -> BlockGradients:
@@ -201,7 +166,7 @@ class RowsDevice:
                 is_causal = self.attention.is_causal and pair.is_same and seen is None
                 own = [_at(x, pair.queries) for x in rows]
                 own[1:3] = _at(k, pair.keys), _at(v, pair.keys)
-                one = self.kernel.backward(*own, seen, is_causal, self.attention.scale)
+                one = self.kernel.backward(KeptRows(*own), seen, is_causal, self.attention.scale)
                 one = one if pair.is_past is True else BlockGradients(*(jnp.where(pair.is_past, x, 0) for x in one))
                 numbers = (pair.queries, pair.keys, pair.keys)
                 total = BlockGradients(*(_with(x, n, _at(x, n) + new) for x, n, new in zip(total, numbers, one, strict=True)))

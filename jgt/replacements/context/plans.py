@@ -6,8 +6,8 @@ There are three ways, by what travels. With n devices, and Q and K the bytes of 
     ring        they pass around, a part in each step                forward 2(n-1)K, backward 2(n-1)K and 2n · 2K (gradients in f32)
     ulysses     rows of all heads for all rows of some heads         (n-1)/n · (2Q + 2K), and once more backward
 
-The first two may run in zigzag order (`device`). The rows of the batch are not in that order, so they are exchanged before and after, for
-2Q + 2K in each direction.
+The first two may run in zigzag order (`device`). Rows of a batch that are not in that order are exchanged before and after, for 2Q + 2K
+in each direction.
 
 b batch, s seq, n query heads, k key/value heads, h head size.
 """
@@ -26,66 +26,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
-from jgt.replacements.context.blocks import XLA_BLOCKS, BlockKernel
-from jgt.replacements.context.device import KeptRows, RowsDevice, exchanged, steps_of, zigzag
-from jgt.replacements.context.proof import Attention
+from jgt.replacements.context.blocks import XLA_BLOCKS, Block, KeptRows
+from jgt.replacements.context.device import RowsDevice, steps_of
+from jgt.replacements.context.split import SequenceSplit, exchanged, zigzag
 from jgt.replacements.device_plan import DevicePlan, SentBytes, run_on_devices
-from jgt.rules.rules import Method
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceSplit:
-    """How a sequence is split, and how attention to it is computed.
-
-    num: the number of devices of the axis. batch, heads: the mesh axes of these dims. is_zigzag: whether devices compute in zigzag order.
-    """
-
-    attention: Attention
-    method: Method
-    axis: str
-    num: int
-    batch: tuple[str, ...]
-    heads: tuple[str, ...]
-    is_zigzag: bool
-    kernel: BlockKernel
-
-    @property
-    def rows(self) -> Dims:
-        """The axes of q, k and v."""
-        return (self.batch, (self.axis,), self.heads, ())
-
-    @property
-    def kept(self) -> Dims:
-        """The axes of what the backward pass reads."""
-        return (self.batch, (), (*self.heads, self.axis), ()) if self.method == "ulysses" else self.rows
-
-    @property
-    def lse(self) -> Dims:
-        """The axes of the log-sum-exp [b, n, s]."""
-        batch, rows, heads, _ = self.kept
-        return (batch, heads, rows)
-
-    @property
-    def has_own_order(self) -> bool:
-        """Whether the backward pass reads q, k, v and out as they are not outside."""
-        return self.is_zigzag or self.method == "ulysses"
-
-    def operands(self) -> list[Dims]:
-        """The axes of what the pairs of queries and keys need."""
-        of = {"batch": self.batch}
-        found: list[Dims] = []
-        for one in self.attention.pairs.operands:
-            found.append(tuple((self.axis,) if dim == one.rows else of.get(label or "", ()) for dim, label in enumerate(one.labels)))
-        return found
-
-    def axes(self) -> frozenset[str]:
-        """All mesh axes."""
-        return frozenset((*self.batch, self.axis, *self.heads))
-
-
-def ordered(x: jax.Array, split: SequenceSplit, dim: int, *, is_back: bool = False) -> jax.Array:
-    """A whole sequence in the order in which the devices keep it, or with `is_back` in its own again."""
-    return zigzag(x, split.num, dim, is_back=is_back) if split.is_zigzag else x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +57,13 @@ class _Direction(DevicePlan):
         staying: list[jax.Array] = []
         travelling: list[jax.Array] = []
         for x, one in zip(others, self.split.attention.pairs.operands, strict=True):
-            rows = x if one.rows is None or not self.split.is_zigzag else exchanged(x, self.split.axis, one.rows)
+            rows = x if one.rows is None else self._arranged(x, one.rows)
             (travelling if one.is_of_keys else staying).append(rows if one.rows is None else device.parted(rows, one.rows))
         return staying, travelling
+
+    def _arranged(self, x: jax.Array, dim: int = 1, *, is_back: bool = False) -> jax.Array:
+        """A device's rows of the batch in the order in which it computes, or with `is_back` the other way round."""
+        return exchanged(x, self.split.axis, dim, is_back=is_back) if self.split.is_exchanged else x
 
     def _whole(self, others: Sequence[jax.Array]) -> list[jax.Array]:
         """The operands of the pairs for the whole sequence."""
@@ -142,7 +90,7 @@ class _Direction(DevicePlan):
             return (split.axis,), Fraction(sum(map(bytes_of, of.exchanged)), parts) * Fraction(n - 1, n)
         part = length // (n * (2 if split.is_zigzag else 1))
         steps = steps_of(split.attention, n, part, is_zigzag=split.is_zigzag) if split.method == "ring" else n - 1
-        total = steps * sum(map(bytes_of, of.keys)) + (sum(map(bytes_of, of.exchanged)) if split.is_zigzag else 0)
+        total = steps * sum(map(bytes_of, of.keys)) + (sum(map(bytes_of, of.exchanged)) if split.is_exchanged else 0)
         if of.is_backward:
             total += (steps + 1) * of.wide * bool(steps) if split.method == "ring" else (n - 1) * sum(map(bytes_of, of.keys))
         return (split.axis,), Fraction(total, parts)
@@ -161,43 +109,56 @@ class _Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextForward(_Direction):
-    """q, k, v and what the pairs need → out, and, if `keeps`, what the backward pass reads: log-sum-exp [b, n, s], q, k, v, out.
+    """q, k, v, what the pairs need, and a sink [n] if there is one → out, and, if `keeps`, what the backward pass reads: log-sum-exp
+    [b, n, s], q, k, v, out.
 
-    q, k, v and out are there only where they are not those of outside: in zigzag order, or as all rows of some heads.
+    q, k, v and out are there only where they are not those of outside: in another order, or as all rows of some heads.
     """
 
     keeps: bool
 
     def meaning(self, *arrays: jax.Array) -> list[jax.Array]:
-        (q, k, v, *others), split = arrays, self.split
-        seen = self._seen(q.shape[1], others)
+        (q, k, v), others, sink = self._parts(arrays)
+        split = self.split
+        q, k, v = (zigzag(x, split.outside, 1, is_back=True) for x in (q, k, v))
+        seen = self._seen(q.shape[1], split.in_order(others))
         block = XLA_BLOCKS.forward(q, k, v, seen, split.attention.is_causal and seen is None, split.attention.scale)
+        block = block if sink is None else block.with_sink(sink)
         out = block.out.astype(q.dtype)
         kept = [block.lse, *([q, k, v, out] if split.has_own_order else [])]
-        return [out, *([ordered(x, split, 2 if n == 0 else 1) for n, x in enumerate(kept)] if self.keeps else [])]
+        return [
+            zigzag(out, split.outside, 1),
+            *([zigzag(x, split.inside, 2 if n == 0 else 1) for n, x in enumerate(kept)] if self.keeps else []),
+        ]
+
+    def _parts(self, arrays: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], Sequence[jax.Array], jax.Array | None]:
+        """q, k and v; what the pairs need; the sink in f32."""
+        has_sink = self.split.attention.sink is not None
+        return arrays[:3], arrays[3:-1] if has_sink else arrays[3:], arrays[-1].astype(jnp.float32) if has_sink else None
 
     def layout(self, num_operands: int) -> tuple[list[Dims], list[Dims]]:
         split = self.split
         kept = [split.lse, *[split.kept] * (4 if split.has_own_order else 0)] if self.keeps else []
-        return [*[split.rows] * 3, *split.operands()], [split.rows, *kept]
+        sink = [] if split.attention.sink is None else [(split.kept[2],)]
+        return [*[split.rows] * 3, *split.operands(), *sink], [split.rows, *kept]
 
     def on_device(self, *parts: jax.Array) -> list[jax.Array]:
-        (q, k, v, *others), split = parts, self.split
+        rows, others, sink = self._parts(parts)
+        split = self.split
         if split.method == "ulysses":
-            of_heads = [self._of_heads(x) for x in (q, k, v)]
-            seen = self._seen(of_heads[0].shape[1], self._whole(others))
-            block = split.kernel.forward(*of_heads, seen, split.attention.is_causal and seen is None, split.attention.scale)
-            inner = block.out.astype(q.dtype)
-            return [self._of_heads(inner, is_back=True), *([block.lse, *of_heads, inner] if self.keeps else [])]
-        device = self._device(q.shape[1])
-        if split.is_zigzag:
-            q, k, v = (exchanged(x, split.axis, 1) for x in (q, k, v))
-        staying, travelling = self._others(device, others)
-        block = device.forward(device.parted(q), device.parted(k), device.parted(v), staying, travelling)
-        inner = device.joined(block.out).astype(q.dtype)
-        out = exchanged(inner, split.axis, 1, is_back=True) if split.is_zigzag else inner
-        kept = [device.joined(block.lse, 2), *([q, k, v, inner] if split.is_zigzag else [])]
-        return [out, *(kept if self.keeps else [])]
+            rows = [self._of_heads(x) for x in rows]
+            seen = self._seen(rows[0].shape[1], self._whole(others))
+            block = split.kernel.forward(*rows, seen, split.attention.is_causal and seen is None, split.attention.scale)
+        else:
+            device = self._device(rows[0].shape[1])
+            rows = [self._arranged(x) for x in rows]
+            q, k, v = map(device.parted, rows)
+            block = device.forward(q, k, v, *self._others(device, others))
+            block = Block(device.joined(block.out), device.joined(block.lse, 2))
+        block = block if sink is None else block.with_sink(sink)
+        inner = block.out.astype(rows[0].dtype)
+        out = self._of_heads(inner, is_back=True) if split.method == "ulysses" else self._arranged(inner, is_back=True)
+        return [out, *([block.lse, *([*rows, inner] if split.has_own_order else [])] if self.keeps else [])]
 
     def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
         q, k, v = equation.invars[:3]
@@ -213,37 +174,46 @@ class ContextForward(_Direction):
 
 @dataclass(frozen=True, kw_only=True)
 class ContextBackward(_Direction):
-    """q, k, v, out, log-sum-exp as `ContextForward` keeps them, the cotangent of out, and what the pairs need → gradients of q, k and v."""
+    """q, k, v, out, log-sum-exp as `ContextForward` keeps them, the cotangent of out, and what the pairs need → gradients of q, k and v.
+
+    With a sink also the products f32[b, n, s] of out and its cotangent, in the order of the log-sum-exp.
+    """
 
     def meaning(self, *arrays: jax.Array) -> list[jax.Array]:
-        (*kept, lse, cotangent), others = arrays[:6], arrays[6:]
-        split = self.split
-        q, k, v, out = (ordered(x, split, 1, is_back=True) for x in kept)
-        seen = self._seen(q.shape[1], others)
-        lse = ordered(lse, split, 2, is_back=True)
-        is_causal = split.attention.is_causal and seen is None
-        grads = XLA_BLOCKS.backward(q, k, v, out, lse, cotangent, seen, is_causal, split.attention.scale)
-        return [g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)]
+        (*kept, lse, cotangent), split = arrays[:6], self.split
+        q, k, v, out = (zigzag(x, split.inside, 1, is_back=True) for x in kept)
+        cotangent = zigzag(cotangent, split.outside, 1, is_back=True)
+        rows = KeptRows(q, k, v, out, zigzag(lse, split.inside, 2, is_back=True), cotangent)
+        seen = self._seen(q.shape[1], split.in_order(arrays[6:]))
+        grads = XLA_BLOCKS.backward(rows, seen, split.attention.is_causal and seen is None, split.attention.scale)
+        grads = [zigzag(g.astype(x.dtype), split.outside, 1) for g, x in zip(grads, rows, strict=False)]
+        return [*grads, *(zigzag(x, split.inside, 2) for x in self._products(rows))]
+
+    def _products(self, rows: KeptRows) -> list[jax.Array]:
+        if self.split.attention.sink is None:
+            return []
+        return [jnp.einsum("bsnh,bsnh->bns", rows.out, rows.cotangent, preferred_element_type=jnp.float32)]
 
     def layout(self, num_operands: int) -> tuple[list[Dims], list[Dims]]:
         split = self.split
-        return [*[split.kept] * 4, split.lse, split.rows, *split.operands()], [split.rows] * 3
+        products = [] if split.attention.sink is None else [split.lse]
+        return [*[split.kept] * 4, split.lse, split.rows, *split.operands()], [*[split.rows] * 3, *products]
 
     def on_device(self, *parts: jax.Array) -> list[jax.Array]:
-        (q, k, v, out, lse, cotangent), others, split = parts[:6], parts[6:], self.split
+        rows, others, split = KeptRows(*parts[:6]), parts[6:], self.split
         if split.method == "ulysses":
-            seen = self._seen(q.shape[1], self._whole(others))
-            is_causal = split.attention.is_causal and seen is None
-            grads = split.kernel.backward(q, k, v, out, lse, self._of_heads(cotangent), seen, is_causal, split.attention.scale)
-            return [self._of_heads(g.astype(x.dtype), is_back=True) for g, x in zip(grads, (q, k, v), strict=True)]
-        device = self._device(q.shape[1])
-        cotangent = exchanged(cotangent, split.axis, 1) if split.is_zigzag else cotangent
-        staying, travelling = self._others(device, others)
-        q_rows, k_rows, v_rows, out_rows = (device.parted(x) for x in (q, k, v, out))
-        rows = KeptRows(q_rows, k_rows, v_rows, out_rows, device.parted(lse, 2), device.parted(cotangent))
-        grads = device.backward(rows, staying, travelling)
-        joined = [device.joined(g).astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)]
-        return [exchanged(x, split.axis, 1, is_back=True) for x in joined] if split.is_zigzag else joined
+            rows = rows._replace(cotangent=self._of_heads(rows.cotangent))
+            seen = self._seen(rows.q.shape[1], self._whole(others))
+            grads = split.kernel.backward(rows, seen, split.attention.is_causal and seen is None, split.attention.scale)
+            back = self._of_heads
+        else:
+            device = self._device(rows.q.shape[1])
+            rows = rows._replace(cotangent=self._arranged(rows.cotangent))
+            parted = KeptRows(*(device.parted(x, 2 if name == "lse" else 1) for name, x in rows._asdict().items()))
+            grads = map(device.joined, device.backward(parted, *self._others(device, others)))
+            back = self._arranged
+        own = [back(g.astype(x.dtype), is_back=True) for g, x in zip(grads, rows, strict=False)]
+        return [*own, *self._products(rows)]
 
     def sent(self, equation: jx.Equation, sizes: Mapping[str, int], bytes_of: Callable[[jx.Atom], int]) -> SentBytes:
         q, k, v, _, _, cotangent = equation.invars[:6]
@@ -253,7 +223,11 @@ class ContextBackward(_Direction):
 
 
 def attend(split: SequenceSplit, mesh: Mesh | AbstractMesh, q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> jax.Array:
-    """The heads [b, s, n, h] of q [b, s, n, h] and k, v [b, s, k, h], split over the mesh. others: the operands of the pairs."""
+    """The heads [b, s, n, h] of q [b, s, n, h] and k, v [b, s, k, h], split over the mesh.
+
+    others: the operands of the pairs, and a sink [n] if there is one.
+    """
+    has_sink = split.attention.sink is not None
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> jax.Array:
         return run_on_devices(ContextForward(split=split, keeps=False), mesh, q, k, v, *others)[0]
@@ -264,8 +238,13 @@ def attend(split: SequenceSplit, mesh: Mesh | AbstractMesh, q: jax.Array, k: jax
 
     def backward(residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
         kept, others = residuals
-        grads = run_on_devices(ContextBackward(split=split), mesh, *kept, cotangent, *others)
-        return *grads, *[None] * len(others)
+        pairs = others[:-1] if has_sink else others
+        *grads, by_sink = [*run_on_devices(ContextBackward(split=split), mesh, *kept, cotangent, *pairs), *([] if has_sink else [None])]
+        if by_sink is not None:
+            # A sink's own weight, times the products of all queries, since its value is zero.
+            weights = jnp.exp(others[-1].astype(jnp.float32)[None, :, None] - kept[-1])
+            by_sink = -jnp.sum(weights * by_sink, (0, 2)).astype(others[-1].dtype)
+        return *grads, *[None] * len(pairs), *([by_sink] if has_sink else [])
 
     call = cast("jax.custom_vjp[jax.Array]", jax.custom_vjp(run))
     call.defvjp(forward, backward)

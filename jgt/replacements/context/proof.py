@@ -3,8 +3,7 @@
 
 A model may call a library's function or have attention written out; nothing asks how. The equations are run on random numbers, and so is
 the definition, softmax(scale · q kᵀ where seen) v. Where both agree to the last digits of f32, the equations are attention. To run them at
-the traced sizes would take an array of all scores, so they run for a few dozen positions of the sequence (`pairs` says how): in `_Walk` a
-dim that counts queries or keys has that many entries, and every other dim its own size. Numbers narrower than f32 are f32 here, which makes
+the traced sizes would take an array of all scores, so they run for a few dozen positions of the sequence (`walk`), and in f32, which makes
 the comparison sharp.
 
 The scale is measured: where one key has another score than all others, its share of the output gives the ratio of their weights. It is
@@ -15,22 +14,23 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jgt.program import jaxpr as jx
-from jgt.program.jaxpr import Atom, Equation, Program, Var
+from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.parts import Flat, flatten
 from jgt.replacements.context import cudnn
 from jgt.replacements.context.blocks import XLA_BLOCKS
-from jgt.replacements.context.pairs import Condition, Labels, Operand, Reader, SeenPairs, Source, UnreadableError, labels_of
+from jgt.replacements.context.pairs import Operand, SeenPairs, UnreadableError
+from jgt.replacements.context.walk import AttentionWalk
 
 _MOST = 48
 """The positions of the comparison."""
@@ -46,8 +46,8 @@ class Attention:
     """Attention as its equations have it.
 
     is_causal: whether no query sees a later key. is_plain: whether a query sees all keys, or with is_causal all up to its own. window: the
-    number of positions that a query sees, its own included, if it is the same for all; None: any number. is_fused: whether the model calls
-    cuDNN's kernel.
+    number of positions that a query sees, its own included, if it is the same for all; None: any number. sink: the variable with the n
+    scores of a sink (`Block.with_sink`). is_fused: whether the model calls cuDNN's kernel.
     """
 
     scale: float
@@ -55,7 +55,13 @@ class Attention:
     is_causal: bool
     is_plain: bool
     window: int | None
+    sink: Var | None
     is_fused: bool
+
+    @property
+    def operands(self) -> list[Var]:
+        """The variables that attention reads beside q, k and v."""
+        return [*(one.var for one in self.pairs.operands), *([] if self.sink is None else [self.sink])]
 
     def seen(self, queries: jax.Array, keys: jax.Array, operands: Sequence[jax.Array]) -> jax.Array | None:
         """bool[b or 1, queries, keys] for positions; None where `is_plain` says it."""
@@ -86,7 +92,7 @@ class _Region:
     def attention(self) -> Attention:
         """See `attention_in`."""
         with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.default_matmul_precision("highest"):
-            walk, text = _Walk(self.flat, self.sizes), str(self.flat.program)
+            walk, text = AttentionWalk(self.flat), str(self.flat.program)
             self._discover(walk)
             pairs = SeenPairs(walk.source, tuple(walk.conditions), *walk.fused_mask)
             # The text has no numbers of arrays.
@@ -94,7 +100,8 @@ class _Region:
             scale, is_causal, is_plain, window = found = found or (self._scale(walk, pairs), *self._sight(pairs))
             if not self.flat.consts:
                 _known[text] = found
-            return Attention(scale, pairs, is_causal, is_plain, window, walk.is_fused)
+            sink = None if walk.sink is None else walk.sink.var
+            return Attention(scale, pairs, is_causal, is_plain, window, sink, walk.is_fused)
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -142,7 +149,7 @@ class _Region:
         shapes = [(self.sizes["batch"], self.sizes["keys"], *shape[2:]) for shape in self.shapes]
         return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
-    def _discover(self, walk: _Walk) -> None:
+    def _discover(self, walk: AttentionWalk) -> None:
         """Lets the walk find the conditions and everything that it reads."""
         positions = self._positions(_MOST)
 
@@ -151,8 +158,10 @@ class _Region:
             return jnp.asarray(self._draw(operand, positions, 0))
 
         jax.eval_shape(lambda q, k, v, at: walk.run(q, k, v, at, read), *self._noise(0), positions)
+        if walk.sink is not None and math.prod(jx.shape_of(walk.sink.var)) != self.shapes[0][2]:
+            raise UnreadableError(f"its sink has the shape {list(jx.shape_of(walk.sink.var))}, not one number for each head")
 
-    def _scale(self, walk: _Walk, pairs: SeenPairs) -> float:
+    def _scale(self, walk: AttentionWalk, pairs: SeenPairs) -> float:
         """The factor of the scores. Raises UnreadableError where the definition with it is something else than the equations."""
         positions, (q, k, v) = self._positions(_MOST), (np.zeros_like(x) for x in self._noise(0))
 
@@ -161,7 +170,9 @@ class _Region:
             known = dict(zip(walk.operands, values, strict=True))
             at = jnp.asarray(positions)
             seen = pairs.seen(at, at, [self._of_positions(known[one], one, positions) for one in pairs.operands])
-            return walk.run(q, k, v, positions, known.__getitem__), XLA_BLOCKS.forward(q, k, v, seen, False, scale).out
+            block = XLA_BLOCKS.forward(q, k, v, seen, False, scale)
+            block = block if walk.sink is None else block.with_sink(jnp.ravel(known[walk.sink]).astype(jnp.float32))
+            return walk.run(q, k, v, positions, known.__getitem__), block.out
 
         drawn = [[self._draw(one, positions, seed) for one in walk.operands] for seed in range(3)]
         k[:, -1, :, 0] = v[:, -1, :, 0] = 1
@@ -238,159 +249,3 @@ class _Region:
                 return None
             found.add(count)
         return found.pop() if len(found) == 1 else None
-
-
-@dataclass
-class _Walk:
-    """The equations that depend on q, k or v, run for some positions. What else they read, `Reader` computes.
-
-    conditions: which keys a query sees, in the order in which the walk meets them. operands: everything that is read. fused_mask: whether
-    a kernel's attention is causal, and its window.
-    """
-
-    flat: Flat
-    sizes: dict[str | None, int]
-    conditions: dict[Condition, None] = field(default_factory=dict)
-    operands: dict[Operand, None] = field(default_factory=dict)
-    fused_mask: tuple[bool, int | None] = (False, None)
-    is_fused: bool = False
-
-    @cached_property
-    def source(self) -> Source:
-        """Where values come from."""
-        return Source.of(self.flat)
-
-    def run(self, q: Any, k: Any, v: Any, positions: Any, read: Callable[[Operand], Any]) -> jax.Array:
-        """The heads [b, positions, n, h] of q, k and v [b, positions, heads, h]."""
-        reader = Reader(self.source, positions, positions, read)
-        rows: list[Labels] = [("batch", "queries", None, None), ("batch", "keys", None, None), ("batch", "keys", None, None)]
-        self._known: dict[Var, tuple[Any, Labels]] = dict(zip(self.flat.invars[:3], zip((q, k, v), rows, strict=True), strict=True))
-        for equation in self.flat.eqns:
-            if any(jx.is_var(a) and a in self._known for a in equation.invars):
-                self._run(equation, reader)
-        out, labels = self._known.get(cast(Var, self.flat.outvars[0]), (None, ()))
-        if labels != rows[0]:
-            raise UnreadableError("its result is not [b, s, heads, size], one row for each query")
-        return out
-
-    def _run(self, equation: Equation, reader: Reader) -> None:
-        name, params = equation.primitive.name, equation.params
-        known = [self._known.get(a) if jx.is_var(a) else None for a in equation.invars]
-        if cudnn.is_attention(equation):
-            result = self._fused(equation, reader)
-        elif name in jx.ELEMENTWISE:
-            result = self._elementwise(equation, known, reader)
-        elif name == "dot_general":
-            operands = [self._with(one, a, reader) for one, a in zip(known, equation.invars, strict=True)]
-            result = self._dot(equation, *operands)
-        else:
-            if name not in _RULES or known[0] is None:
-                raise UnreadableError(f"{name} ({jx.line_of(equation) or 'in a library'}) is not an operation of attention that jgt knows")
-            result = _RULES[name](equation, params, *known[0], self.sizes)
-        self._known[equation.outvars[0]] = result
-
-    def _with(self, one: tuple[Any, Labels] | None, atom: Atom, reader: Reader) -> tuple[Any, Labels]:
-        labels: Labels = (None,) * len(jx.shape_of(atom))
-        return one or (_wide(reader.value(atom, labels)), labels)
-
-    def _elementwise(self, equation: Equation, known: Sequence[tuple[Any, Labels] | None], reader: Reader) -> tuple[Any, Labels]:
-        shape = jx.shape_of(equation.outvars[0])
-        rows = [one for one in known if one is not None and jx.shape_of(equation.outvars[0]) and len(one[1]) == len(shape)]
-        labels: Labels = tuple(next((label for label in dim if label), None) for dim in zip(*(one[1] for one in rows), strict=True))
-        full = np.broadcast_shapes(*(one[0].shape for one in rows))
-        operands: list[Any] = []
-        for number, (one, atom) in enumerate(zip(known, equation.invars, strict=True)):
-            is_scalar = not jx.shape_of(atom)
-            own = labels_of(atom, labels)
-            x = one[0] if one is not None else _wide(reader.value(atom, own))
-            if one is None and not is_scalar:
-                self._note(equation, number, Condition(atom, own), x, known)
-            operands.append(x if is_scalar else jnp.broadcast_to(x, full))
-        if equation.primitive.name == "convert_element_type" and jnp.issubdtype(equation.params["new_dtype"], jnp.floating):
-            return _wide(operands[0].astype(jnp.float32)), labels
-        return jx.result_of(equation, *operands), labels
-
-    def _note(self, equation: Equation, number: int, condition: Condition, x: Any, known: Sequence[Any]) -> None:
-        """Adds a condition, if an operand that q, k and v have no part in is one."""
-        if equation.primitive.name == "select_n" and number == 0 and x.dtype == bool:
-            self.conditions[Condition(condition.atom, condition.labels, is_not=known[1] is not None)] = None
-        elif equation.primitive.name in ("add", "add_any") and any(
-            x.shape[dim] > 1 for dim, label in enumerate(condition.labels) if label == "keys"
-        ):
-            self.conditions[condition] = None
-
-    def _dot(self, equation: Equation, left: tuple[Any, Labels], right: tuple[Any, Labels]) -> tuple[Any, Labels]:
-        (of_left, of_right), (batch_left, batch_right) = equation.params["dimension_numbers"]
-        pairs = [*zip(of_left, of_right, strict=True), *zip(batch_left, batch_right, strict=True)]
-        if any(left[1][a] != right[1][b] for a, b in pairs) or any(left[1][a] == "queries" for a in of_left):
-            raise UnreadableError(f"the matmul at {jx.line_of(equation) or 'a line of a library'} sums over the sequence")
-        labels = [left[1][dim] for dim in batch_left]
-        labels += [label for dim, label in enumerate(left[1]) if dim not in (*of_left, *batch_left)]
-        labels += [label for dim, label in enumerate(right[1]) if dim not in (*of_right, *batch_right)]
-        result = jx.result_of(equation, left[0], right[0], preferred_element_type=jnp.dtype(jnp.float32))
-        return result, tuple(labels)
-
-    def _fused(self, equation: Equation, reader: Reader) -> tuple[Any, Labels]:
-        scale, is_causal, window = cudnn.options(equation)
-        q, k, v = (self._known[cast(Var, a)] for a in equation.invars[:3])
-        self.is_fused, self.fused_mask, seen = True, (is_causal, window), None
-        if equation.params["variadic_args"][0]:
-            shape = jx.shape_of(equation.invars[3])
-            every: Labels = ("batch", None, "queries", "keys")
-            labels: Labels = tuple(label if size > 1 else None for label, size in zip(every, shape, strict=True))
-            condition = Condition(equation.invars[3], labels)
-            self.conditions[condition] = None
-            seen = condition.holds(_wide(reader.value(equation.invars[3], labels)))
-        at = reader.queries
-        distance = at[:, None] - at[None]
-        within = (distance < (window or jnp.iinfo(jnp.int32).max)) & ((distance >= 0) | (not is_causal))
-        seen = within[None] if seen is None else within[None] & seen
-        seen = jnp.broadcast_to(seen, (seen.shape[0], len(at), len(at)))
-        return XLA_BLOCKS.forward(q[0], k[0], v[0], seen, False, scale).out, q[1]
-
-
-def _wide(x: Any) -> Any:
-    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def _broadcast(equation: Equation, params: Any, x: Any, labels: Labels, sizes: Any) -> tuple[Any, Labels]:
-    dims = params["broadcast_dimensions"]
-    new: Labels = tuple(labels[dims.index(n)] if n in dims else None for n in range(len(params["shape"])))
-    shape = [sizes[label] if label else size for size, label in zip(params["shape"], new, strict=True)]
-    return jax.lax.broadcast_in_dim(x, shape, dims), new
-
-
-def _reshape(equation: Equation, params: Any, x: Any, labels: Labels, sizes: Any) -> tuple[Any, Labels]:
-    inner, outer = jx.shape_of(equation.invars[0]), jx.shape_of(equation.outvars[0])
-    new: list[Any] = [None] * len(outer)
-    for dim, label in enumerate(labels):
-        before = math.prod(inner[:dim])
-        at = [n for n, size in enumerate(outer) if size == inner[dim] and math.prod(outer[:n]) == before]
-        if label and not at:
-            raise UnreadableError(f"the reshape at {jx.line_of(equation) or 'a line of a library'} divides the sequence")
-        if label:
-            new[at[-1]] = label
-    return x.reshape([sizes[label] if label else size for size, label in zip(outer, new, strict=True)]), tuple(new)
-
-
-def _transposed(equation: Equation, params: Any, x: Any, labels: Labels, sizes: Any) -> tuple[Any, Labels]:
-    order = params["permutation"]
-    return jnp.transpose(x, order), tuple(labels[n] for n in order)
-
-
-def _reduced(equation: Equation, params: Any, x: Any, labels: Labels, sizes: Any) -> tuple[Any, Labels]:
-    return jx.result_of(equation, x), tuple(label for n, label in enumerate(labels) if n not in params["axes"])
-
-
-def _squeezed(equation: Equation, params: Any, x: Any, labels: Labels, sizes: Any) -> tuple[Any, Labels]:
-    return jx.result_of(equation, x), tuple(label for n, label in enumerate(labels) if n not in params["dimensions"])
-
-
-_RULES: dict[str, Callable[..., tuple[Any, Labels]]] = {
-    "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
-    "transpose": _transposed,
-    "squeeze": _squeezed,
-    "reduce_max": _reduced,
-    "reduce_sum": _reduced,
-}

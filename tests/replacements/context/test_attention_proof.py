@@ -45,6 +45,7 @@ def causal_of_jax(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
+SINKS = jax.ShapeDtypeStruct((N,), jnp.float32)
 INT, FLAG = jax.ShapeDtypeStruct((2, S), jnp.int32), jax.ShapeDtypeStruct((), bool)
 
 
@@ -78,10 +79,18 @@ def alibi(q, k, v):
     return by_hand(q, k, v, bias=jnp.where(distance >= 0, -0.1 * distance, -1e9))
 
 
-def of_sinks(q, k, v):
+def of_sinks(q, k, v, sinks, keeps=slice(None, -1), first=0):
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
-    with_sink = jnp.concatenate([scores, jnp.ones((*scores.shape[:3], 1))], -1)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(with_sink, -1)[..., :-1], v)
+    column = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
+    both = [scores, column]
+    weights = jax.nn.softmax(jnp.concatenate([both[first], both[1 - first]], -1), -1)[..., keeps]
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def test_a_sink_is_one_more_score_of_each_head():
+    attention = found(of_sinks, SINKS, heads=N)
+    assert attention.sink is not None and attention.sink.aval.shape == (N,)
+    assert found(causal_of_jax).sink is None
 
 
 @pytest.mark.parametrize(
@@ -90,14 +99,20 @@ def of_sinks(q, k, v):
         (lambda q, k, v: XLA.attend(q, k, v, softcap=30.0), r"not softmax\(scale · q · k\) · v: results differ"),
         (alibi, "results differ"),
         (lambda q, k, v: by_hand(q, k, v, softmax=lambda x, axis: jax.nn.sigmoid(x)), "do not grow|results differ|follows from no number"),
-        (of_sinks, r"concatenate \(.*test_attention_proof.py:\d+\) is not an operation of attention that jgt knows"),
+        (lambda q, k, v: of_sinks(q, k, v, jnp.ones(N)), "its sink is not one number for each head"),
+        (lambda q, k, v: of_sinks(q, k, v, jnp.ones(N), first=1), "concatenate .* is not an operation of attention that jgt knows"),
         (lambda q, k, v: jnp.cumsum(q, 1) + k + v, "cumsum"),
     ],
-    ids=["softcap", "bias", "sigmoid", "sinks", "sums"],
+    ids=["softcap", "bias", "sigmoid", "a constant sink", "a sink in front", "sums"],
 )
 def test_anything_else_is_refused(fn, why):
     with pytest.raises(UnreadableError, match=why):
         found(fn, heads=N)
+
+
+def test_a_key_dropped_in_the_place_of_a_sink():
+    with pytest.raises(UnreadableError, match=r"the slice at .*test_attention_proof.py:\d+ is not that of a sink"):
+        found(lambda q, k, v, sinks: of_sinks(q, k, v, sinks, slice(1, None)), SINKS, heads=N)
 
 
 def test_each_query_and_key_is_seen_as_in_the_whole_mask():

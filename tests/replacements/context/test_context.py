@@ -14,7 +14,14 @@ from train.models.kernels import XLA
 B, S, N, G, H, D = 4, 256, 8, 4, 8, 32
 
 
-def attended(kind, q, k, v, documents):
+def attended(kind, q, k, v, documents, sinks=None):
+    if kind == "sinks":
+        scores = jnp.einsum("bqkgh,bskh->bkgqs", q.reshape(*q.shape[:2], G, -1, H), k) / np.sqrt(H)
+        is_seen = jnp.arange(q.shape[1])[:, None] >= jnp.arange(q.shape[1])[None]
+        scores = jnp.where(is_seen[None, None, None], scores, -1e30)
+        column = jnp.broadcast_to(sinks.reshape(1, G, -1, 1, 1), (*scores.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([scores, column], -1), -1)[..., :-1]
+        return jnp.einsum("bkgqs,bskh->bqkgh", weights, v).reshape(q.shape)
     if kind == "packed":
         return XLA.attend(q, k, v, mask=documents[:, None, :, None] == documents[:, None, None, :])
     if kind == "window":
@@ -26,7 +33,7 @@ def make_loss(kind="causal", *, layers=0, seq=S, remat=True):
     def layer(x, weights, documents):
         with signal.context("attn"):
             q, k, v = (signal.tensor(jnp.einsum("bsd,dnh->bsnh", x, weights[name]), name) for name in "qkv")
-            heads = signal.tensor(attended(kind, q, k, v, documents), "heads")
+            heads = signal.tensor(attended(kind, q, k, v, documents, weights.get("sinks")), "heads")
         return jnp.sin(jnp.einsum("bsnh,nhd->bsd", heads, weights["out"]))
 
     def loss(params, batch):
@@ -45,6 +52,7 @@ def make_loss(kind="causal", *, layers=0, seq=S, remat=True):
 
     lead = (layers,) if layers else ()
     params = {"q": make(*lead, D, N, H), "k": make(*lead, D, G, H), "v": make(*lead, D, G, H), "out": make(*lead, N, H, D)}
+    params |= {"sinks": make(*lead, N) * 5} if kind == "sinks" else {}
     batch = {"x": make(B, seq, D) * 2, "documents": np.sort(rng.integers(0, 4, (B, seq)), -1).astype(np.int32)}
     return loss, params, batch
 
@@ -54,10 +62,10 @@ def rules(method, order=None, **more):
     return {"axes": {"batch": ["data"]}, "inputs": ["batch", "seq", "..."], "signals": signals, "default": "replicate"}
 
 
-def differences(fn, rules, mesh, params, batch, **more):
-    """The largest error of the value and of each gradient, in parts of the largest number."""
+def differences(fn, rules, mesh, params, batch, *, arrives=lambda x: x, **more):
+    """The largest error of the value and of each gradient, in parts of the largest number. arrives: brings rows into order."""
     want = jax.jit(jax.value_and_grad(fn))(params, batch)
-    got = jax.jit(jax.value_and_grad(jgt.shard(fn, rules, mesh, **more)))(params, batch)
+    got = jax.jit(jax.value_and_grad(jgt.shard(fn, rules, mesh, **more)))(params, jax.tree.map(arrives, batch))
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
     return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in pairs)
 
@@ -78,6 +86,34 @@ QUICK = {("ring", None, "causal", 4), ("ulysses", None, "packed", 4)}
 def test_values_and_gradients_are_those_of_one_device(method, order, kind, n):
     fn, params, batch = make_loss(kind)
     assert differences(fn, rules(method, order), jgt.make_mesh({"data": 8 // n, "seq": n}), params, batch) < 2e-6
+
+
+SINKS = [("ring", None), ("ring", "plain"), ("gather", None), ("gather", "zigzag"), ("ulysses", None)]
+
+
+@pytest.mark.parametrize(
+    ("method", "order"), [pytest.param(*one, marks=[] if one == ("ulysses", None) else pytest.mark.slow) for one in SINKS]
+)
+def test_a_sink_and_its_gradient(method, order):
+    fn, params, batch = make_loss("sinks")
+    assert differences(fn, rules(method, order), jgt.make_mesh({"data": 2, "seq": 4}), params, batch) < 2e-6
+
+
+def in_zigzag(n):
+    parts = [part for i in range(n) for part in (i, 2 * n - 1 - i)]
+    return lambda x: np.concatenate([np.split(x, 2 * n, axis=1)[part] for part in parts], axis=1)
+
+
+ROWS = [(method, kind, n) for n in (2, 4, 8) for method in ("ring", "gather") for kind in ("causal", "full", "window", "packed", "sinks")]
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "n"), [pytest.param(*one, marks=[] if one == ("ring", "packed", 4) else pytest.mark.slow) for one in ROWS]
+)
+def test_rows_that_arrive_in_zigzag_order(method, kind, n):
+    fn, params, batch = make_loss(kind)
+    mesh = jgt.make_mesh({"data": 8 // n, "seq": n})
+    assert differences(fn, rules(method, "zigzag_rows"), mesh, params, batch, arrives=in_zigzag(n)) < 2e-6
 
 
 @pytest.mark.parametrize(
@@ -111,6 +147,7 @@ FORMULAS = {
     ("gather", "plain"): lambda n, q, k: 2 * (n - 1) * k * 3,
     ("ring", "plain"): lambda n, q, k: 2 * (n - 1) * k * 2 + 2 * n * k,
     ("ring", "zigzag"): lambda n, q, k: 2 * (n - 1) * k * 2 + 2 * n * k + 2 * (2 * q + 2 * k),
+    ("ring", "zigzag_rows"): lambda n, q, k: 2 * (n - 1) * k * 2 + 2 * n * k,
     ("ulysses", None): lambda n, q, k: 2 * (2 * q + 2 * k) * (n - 1) // n,
 }
 
@@ -167,6 +204,29 @@ def test_sizes_that_do_not_fit(method, order, seq, mesh, message):
     given = {**rules(method, order), "axes": {"batch": []}, "inputs": [None, "seq", "..."]}
     with pytest.raises(InputError, match=message):
         jax.eval_shape(jgt.shard(fn, given, jgt.make_mesh(mesh)), params, batch)
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "why"),
+    [
+        ("ulysses", "causal", "in ulysses each device has the whole sequence. Use ring or gather"),
+        ("ring", "both ways", "the attention is neither causal nor without a mask"),
+        ("gather", "given", "a mask of all pairs is made outside of the attention"),
+    ],
+)
+def test_attention_for_which_rows_have_to_be_in_order(method, kind, why):
+    def fn(params, batch):
+        distance = jnp.abs(jnp.arange(S)[:, None] - jnp.arange(S)[None])
+        mask = {"both ways": (distance < 9)[None, None], "given": batch["mask"], "causal": (distance < S)[None, None]}[kind]
+        with signal.context("attn"):
+            q, k, v = (signal.tensor(jnp.einsum("bsd,dnh->bsnh", batch["x"], params[name]), name) for name in "qkv")
+            heads = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=kind != "both ways")
+            return jnp.mean(signal.tensor(heads, "heads"))
+
+    _, params, batch = make_loss()
+    given = {**rules(method, "zigzag_rows"), "inputs": {"mask": ["..."], "*": ["batch", "seq", "..."]}}
+    batch["mask"] = np.ones((1, 1, S, S), bool)
+    assert why in refused(given, {"data": 2, "seq": 4}, fn, params, batch)
 
 
 def test_names_that_are_missing_or_wrong():

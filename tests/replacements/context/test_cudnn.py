@@ -12,7 +12,7 @@ import jgt
 from jgt import signal
 from jgt.planner.described import described, devices_of
 from jgt.planner.hardware.target import Target
-from jgt.replacements.context.blocks import XLA_BLOCKS
+from jgt.replacements.context.blocks import XLA_BLOCKS, KeptRows
 
 CALLS = []
 """The pass, and whether the kernel masks and gets a bias, of each call of a kernel."""
@@ -30,7 +30,7 @@ def forward(q, k, v, bias, *_, mask_type, scale, is_training, **__):
 
 def backward(q, k, v, bias, *rest, mask_type, scale, **_):
     lse, out, cotangent = rest[6:]
-    grads = XLA_BLOCKS.backward(q, k, v, out, lse, cotangent, *noted("backward", bias, mask_type), scale)
+    grads = XLA_BLOCKS.backward(KeptRows(q, k, v, out, lse, cotangent), *noted("backward", bias, mask_type), scale)
     return [x.astype(q.dtype) for x in grads]
 
 
