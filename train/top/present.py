@@ -19,7 +19,6 @@ from jgt.document import InputError
 from ..report.accounts import NO_RECORD, account
 from ..report.events import Event, as_event
 from ..report.rows import read_object_file, read_tail
-from ..report.runs import RunCurves
 from ..report.status import LAUNCHER, events_file, processes_of, read_status
 from .members import Member, clean, number, read_member, whole, with_stragglers
 
@@ -75,9 +74,7 @@ class Present:
 
     def curve(self, metric: str) -> list[float]:
         """The last values of a metric."""
-        return [
-            point.y for point in RunCurves(folder=Path(self.name), rows=self.rows, config={}).curve(metric) if number(point.y) is not None
-        ]
+        return [value for row in self.rows if (value := number(row.get(metric))) is not None]
 
     def last(self, metric: str) -> float | None:
         """The last value of a metric."""
