@@ -33,6 +33,8 @@ _PHASES, _BESIDE = 0, 1
 _LANES = {_PHASES: "phases", _BESIDE: "beside the phases"}
 _BESIDE_PHASES = ("write", "export")
 _INSTANTS = ("stop", "fault", "nonfinite", "spike", "save_failed", "export_failed", "config", "exit")
+_NO_PHASES = frozenset((*_INSTANTS, *_BESIDE_PHASES))
+_WRITTEN_AT_ONCE = 1000
 _COUNTERS = ("loss", "eval_loss", "grad_norm", "tokens_per_s", "samples_per_s", "memory_bytes")
 _LAUNCHER_PID = 1_000_000
 """The number of the launcher among the processes. It is larger than that of any process."""
@@ -54,9 +56,10 @@ def write_trace(run: Path, path: Path, last_s: float | None = None) -> int:
     run_trace, count = _RunTrace(run, last_s), 0
     with _opened(path) as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        for event in run_trace.events():
-            file.write(f"{',' if count else ''}\n{_text(event)}")
-            count += 1
+        events = run_trace.events()
+        while part := list(itertools.islice(events, _WRITTEN_AT_ONCE)):
+            file.write(f"{',' if count else ''}\n" + ",\n".join(map(_text, part)))
+            count += len(part)
         file.write(f'\n], "otherData": {{"begin": {run_trace.begin}}}}}\n')
     return count
 
@@ -110,21 +113,21 @@ class _RunTrace:
                         yield {"ph": "C", "name": name, "pid": 0, "ts": self._us(at), "args": {name: value}}
 
     def _process(self, process: int | str, pid: int) -> Iterator[dict[str, Any]]:
-        name, end, last, saves = str(process), None, -math.inf, dict[int, float]()
+        name, end, last, saves = str(process), None, -math.inf, dict[int | None, float]()
         for event in _aligned(_events(self._run, process)):
-            finish, step = event.time + event.seconds, event.natural("step")
+            finish = event.time + event.seconds
             if event.phase == "start":
                 name = f"process {process} ({event.text('host') or ''})"
                 yield from self._between(end, last, event.time, pid)
             last = max(last, finish)
-            if event.phase == "write" and step is not None:
-                saves[step] = finish
-            if event.phase in (*_INSTANTS, *_BESIDE_PHASES):
+            if event.phase == "write":
+                saves[event.natural("step")] = finish
+            if event.phase in _NO_PHASES:
                 yield from [self._beside(event, pid)] if finish >= self._since else []
                 continue
             if finish >= self._since:
                 yield from self._phase(event, pid)
-            if event.phase == "restore" and step in saves:
+            if event.phase == "restore" and (step := event.natural("step")) in saves:
                 yield from self._flow(saves[step], event.time, step, pid)
             end = max(finish, end or finish)
         yield from self._between(end, last, last, pid)
@@ -212,7 +215,7 @@ def _aligned(events: Iterator[Event]) -> Iterator[Event]:
         if event.phase == "start":
             clock = event.details.get("clock")
             ahead = float(clock) if isinstance(clock, float) and abs(clock) < 1e9 else 0.0
-        yield Event(event.phase, event.time - ahead, event.seconds, event.details)
+        yield Event(event.phase, event.time - ahead, event.seconds, event.details) if ahead else event
 
 
 def _events(run: Path, process: int | str) -> Iterator[Event]:
