@@ -74,6 +74,19 @@ def test_rules_that_say_the_same_have_the_same_estimate():
     assert figures(layout("tensor", ("data", 8), ("tensor", 4))) == figures(layout("fsdp_tensor", ("data", 8), ("fsdp", 1), ("tensor", 4)))
 
 
+def test_a_row_of_128k_tokens_fits_where_devices_share_it():
+    # Llama 3 8B on one node, by the figures of its plan.
+    step = replace(STEP, flops=3.8e16, layer_bytes=35e9, logits_bytes=6.7e10, keys=0.25)
+    node, limit = Target.parse("h100:1x8"), 80e9
+    space = [
+        layout("fsdp_tensor", ("data", 1), ("fsdp", 1), ("tensor", 8), remat="block"),
+        *(layout("context", ("data", 1), ("fsdp", 1), ("seq", n), ("tensor", 8 // n), remat="block") for n in (2, 4, 8)),
+    ]
+    estimates = [Estimator(step, node, space).estimate(n) for n in range(4)]
+    assert all(one.peak_bytes < limit for one in estimates[1:])
+    assert min(estimates, key=lambda one: one.seconds) is min(estimates, key=lambda one: one.peak_bytes) is estimates[3]
+
+
 def test_what_is_split_over_more_devices_takes_less_memory():
     (_, whole), (_, half), (_, all_of_it) = figures(
         layout("replicated", ("data", 32)), layout("hybrid", ("replica", 4), ("fsdp", 8)), layout("fsdp", ("fsdp", 32))

@@ -40,6 +40,17 @@ def test_every_layout_uses_all_devices_and_the_whole_batch(run_file):
         assert (one.stages is not None) == (one.size(["stage"]) > 1)
 
 
+def test_long_rows_may_be_shared(run_file):
+    def shared(seq, devices=8):
+        found = candidates(opened(run_file, f"model.seq={seq}", "train.batch=1"), devices)
+        return {one.size(["seq"]) for one in found if one.rules == "jgt:context" and one.size(["seq"]) > 1}
+
+    assert shared(32_768) == {2, 4, 8}
+    # Each of twice as many parts has equally many tokens.
+    assert shared(32_768 + 4) == {2}
+    assert not shared(8_192)
+
+
 def test_the_trainer_takes_the_layouts(run_file):
     for one in random.Random(0).sample(space(run_file), 25):
         run = load(run_file, [MODEL, "devices.virtual_cpu=16", *one.overrides])

@@ -24,6 +24,7 @@ _WEIGHTS_PASS = 14.0
 class Columns:
     """A space as arrays, [layouts] each.
 
+    context: the devices that share a row. rows: the rows of a device at once, a part of one where devices share it.
     copies: the devices over which gradients are added up. model_split, split: the devices that share a weight where it is multiplied, and
     where it is stored. whole: whether weights are whole for a step. layered: whether a pipeline gathers them layer by layer. bubble: the
     share of a pipeline's time in which a stage idles. in_flight: the microbatches, each of a whole stage, whose activations a stage keeps.
@@ -41,6 +42,8 @@ class Columns:
         self.tensor, self.weights = size(lambda roles: roles.tensor), size(lambda roles: roles.weights)
         self.state, self.copies = size(lambda roles: roles.state), size(lambda roles: roles.copies)
         self.stages, self.rows, self.parts = (column(lambda one, name=name: getattr(one, name)) for name in ("num_stages", "rows", "parts"))
+        self.context = size(lambda roles: roles.context)
+        self.rows = self.rows / self.context
         self.virtual = column(lambda one: 1 if one.stages is None else one.stages.virtual or 1)
         self.devices = column(lambda one: one.size(axis for axis, _ in one.mesh))
         self.model_split = self.devices / self.copies / self.weights

@@ -26,6 +26,7 @@ from jgt import MeshSizes
 from jgt.planner import Target
 
 from ..config import Config
+from ..models.config import ModelConfig
 from .columns import Columns, Numbers
 from .layout import Candidate
 from .plans import Answer
@@ -34,7 +35,7 @@ BYTES, WIDE = 2, 4
 """The bytes of a weight where it is multiplied, and where it is stored."""
 _FROZEN_BYTES = {"f32": WIDE, "bf16": BYTES, "int8": 66 / 64, "nf4": 34 / 64}
 """The bytes of a frozen weight by `model.base_dtype`."""
-_HIDDEN = {"gathers": 0.6, "sums": 0.3, "tensor": 0.3, "stage": 0.0}
+_HIDDEN = {"gathers": 0.6, "sums": 0.3, "tensor": 0.3, "context": 0.9, "stage": 0.0}
 """The share of the collectives of each kind that kernels hide, as far as kernels take as long."""
 _READS, _KEPT_READS, _WEIGHT_READS = 300, 100, 15
 """The numbers of times that memory-bound kernels of a step read or write an array of the size of each layer's input, again if something is
@@ -53,7 +54,8 @@ class Step:
 
     flops: the FLOPs of all devices. parameters: the number of parameters. trained: the share of them that has gradients. state_bytes: the
     bytes of parameters and optimizer state. layer_bytes: the bytes that `block` keeps of one row of the batch. layers: the number of
-    layers; None if the model does not say it. logits_bytes: the f32 bytes of the logits of one row.
+    layers; None if the model does not say it. logits_bytes: the f32 bytes of the logits of one row. keys: the width of a layer's keys over
+    that of its input.
     """
 
     flops: float
@@ -63,6 +65,7 @@ class Step:
     layer_bytes: float
     layers: int | None
     logits_bytes: float
+    keys: float = 1.0
 
     @classmethod
     def of(cls, candidate: Candidate, plan: Answer, config: Config) -> Step:
@@ -78,9 +81,10 @@ class Step:
             parameters=parameters,
             trained=trained,
             state_bytes=plan.args_bytes / plan.parameter_bytes * parameters * width,
-            layer_bytes=plan.activations / candidate.rows * candidate.num_stages,
+            layer_bytes=plan.activations / candidate.rows * candidate.num_stages * candidate.size(candidate.roles.context),
             layers=getattr(model, "layers", None),
             logits_bytes=WIDE * (model.seq or 1) * (model.vocab or 1),
+            keys=model.num_kv_heads * model.head_size / model.embed if isinstance(model, ModelConfig) else 1.0,
         )
 
 
@@ -181,6 +185,12 @@ def link_seconds(step: Step, target: Target, space: Sequence[Candidate], c: Colu
         "sums": (lambda one: one.roles.copies, 1.0, 2 * step.trained * wide * weights / c.weights * (c.copies - 1) / c.copies),
         # Two matmul pairs of a layer, each with a gather and a scatter, forward and backward, and what is computed again.
         "tensor": (lambda one: one.roles.tensor, 12 * layers * c.parts, 12 * rows * c.uneven * (c.tensor - 1) / c.tensor),
+        # Keys and values around the ring, forward, again and backward, and their gradients in f32.
+        "context": (
+            lambda one: one.roles.context,
+            4 * layers * c.parts * c.context,
+            step.keys * rows * np.where(c.context > 1, 6 * (c.context - 1) + 4 * c.context, 0),
+        ),
         "stage": (
             lambda one: () if one.stages is None else (one.stages.axis,),
             2 * ticks,

@@ -17,7 +17,8 @@ class Roles:
 
     batch: the axes that split the batch. state: those that also split the optimizer's state, but no weights (ZeRO-1). weights: those that
     also split weights, which are gathered for their use (ZeRO-3). experts: axes that hold experts. tensor: axes outside of the batch that
-    split weights where they are multiplied. others: the remaining axes that a spec names. sequence: whether the activations between blocks
+    split weights where they are multiplied. context: the axes that split the sequence in attention too (`context:`); where they split
+    weights, they are among `weights`. others: the remaining axes that a spec names. sequence: whether the activations between blocks
     are split along their second dim over an axis of `tensor`. overlap: whether matmuls hide the sends of one.
     """
 
@@ -26,6 +27,7 @@ class Roles:
     weights: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     tensor: tuple[str, ...] = ()
+    context: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     sequence: bool = False
     overlap: bool = False
@@ -40,10 +42,11 @@ class Roles:
         optimizer = [*rules.optimizer, *(spec for signal in rules.signals for spec in signal.optimizer)]
         in_state = {axis for spec in optimizer for axis in spec.axes}
         in_weights = rules.axes_of_parameters() - {*experts, stage}
+        context = tuple(dict.fromkeys(one.axis for one in rules.contexts if one.axis not in batch))
         named = list(dict.fromkeys([*(axis for spec in rules.spec_rules() for axis in spec.axes), *experts, *overlap]))
-        weights = [axis for axis in batch if axis in in_weights]
+        weights = [axis for axis in (*batch, *context) if axis in in_weights]
         state = [axis for axis in batch if axis in in_state and axis not in (*weights, *experts)]
-        tensor = [axis for axis in named if axis in in_weights and axis not in batch]
+        tensor = [axis for axis in named if axis in in_weights and axis not in (*batch, *context)]
         # [batch, seq, embed]
         outs = [signal.out.spec for signal in rules.signals if signal.out is not None]
         along = {axis for spec in outs if ... not in spec[:2] for axes in spec[1:2] if axes is not ... for axis in axes}
@@ -53,7 +56,8 @@ class Roles:
             weights=tuple(weights),
             experts=tuple(axis for axis in named if axis in experts),
             tensor=tuple(tensor),
-            others=tuple(axis for axis in named if axis not in (*batch, *tensor, *experts)),
+            context=context,
+            others=tuple(axis for axis in named if axis not in (*batch, *tensor, *experts, *context)),
             sequence=not along.isdisjoint(tensor),
             overlap=not overlap.isdisjoint(tensor),
         )

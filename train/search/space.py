@@ -25,7 +25,21 @@ from .plans import RunFile
 
 LAYOUT = ("mesh", "rules", "pipeline", "train.remat", "train.accumulate")
 """The keys that are a layout."""
-SHIPPED = ("fsdp", "replicated", "hybrid", "zero1", "fsdp_tensor", "fsdp_sequence", "overlap", "pipeline", "pipeline_sequence", "experts")
+_LONG = 16_384
+"""The tokens of a sequence from which on devices may share a row."""
+SHIPPED = (
+    "fsdp",
+    "replicated",
+    "hybrid",
+    "zero1",
+    "fsdp_tensor",
+    "fsdp_sequence",
+    "overlap",
+    "pipeline",
+    "pipeline_sequence",
+    "context",
+    "experts",
+)
 """The shipped rules that a search tries, the simplest first: of layouts with the same program, the first one counts."""
 MOST_ROWS = 16
 """The most rows that a device computes at once. With more, matmuls are not faster, and activations are larger."""
@@ -100,8 +114,9 @@ def layouts_of(fixed: Open) -> Iterator[tuple[str | None, Rules, Roles, str]]:
         yield None, fixed.rules, Roles.of(fixed.rules, fixed.stage), fixed.stage
         return
     has_experts = getattr(fixed.run.config.model, "experts", None) is not None
+    is_long = (fixed.run.config.model.seq or 0) >= _LONG
     for name in SHIPPED:
-        if (name == "experts") is has_experts:
+        if (name == "experts") is has_experts and (name != "context" or is_long):
             rules = make_rules(read(f"jgt:{name}", Rules.FOLDER))
             yield f"jgt:{name}", rules, Roles.of(rules, PipelineConfig.axis), PipelineConfig.axis
 
@@ -146,7 +161,7 @@ def _program_of(one: Candidate) -> tuple[object, ...]:
     """Everything that a layout's program depends on: rules with an axis of size 1 say the same as rules without it."""
     roles, tensor = one.roles, one.size(one.roles.tensor)
     others = frozenset(pair for pair in one.mesh if pair[0] in roles.others and pair[1] > 1)
-    sizes = [one.size(axes) for axes in (roles.copies, roles.state, roles.weights, roles.experts)]
+    sizes = [one.size(axes) for axes in (roles.copies, roles.state, roles.weights, roles.experts, roles.context)]
     flags = (tensor > 1 and roles.sequence, tensor > 1 and roles.overlap)
     return (*sizes, tensor, one.num_stages, others, *flags, one.accumulate, one.rows, one.remat, one.stages)
 
@@ -158,7 +173,7 @@ def _meshes(roles: Roles, stage: str, fixed: Open, num_devices: int) -> Iterator
     experts = [axis for axis in roles.experts if axis not in weights]
     rest = [axis for axis in roles.batch if axis not in (*weights, *experts)]
     others = sorted(roles.others, key=lambda axis: axis != stage)
-    ordered = list(dict.fromkeys([*rest, *weights, *experts, *others, *roles.tensor]))
+    ordered = list(dict.fromkeys([*rest, *weights, *experts, *others, *roles.context, *roles.tensor]))
     if any(size > 1 and axis not in ordered for axis, size in fixed.mesh.items()):
         return
     open_axes = [axis for axis in ordered if axis not in fixed.mesh]
@@ -185,7 +200,9 @@ def _splits(fixed: Open, name: str | None, roles: Roles, stage: str, mesh: Mappi
     """The ways to compute the batch on a mesh: parts, pipeline, recompute."""
     run = fixed.run
     rows, over = divmod(run.config.train.batch, math.prod(mesh[axis] for axis in roles.batch))
-    if over:
+    # A ring in zigzag order has two parts of the sequence on each device.
+    parts = math.prod(mesh[axis] for axis in roles.context)
+    if over or (parts > 1 and (run.config.model.seq or 0) % (2 * parts)):
         return
     layers: int | None = getattr(run.config.model, "layers", None)
     remats: tuple[str | None, ...] = (None,) if layers is None or fixed.remat is not None else RECOMPUTE

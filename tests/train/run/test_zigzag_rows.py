@@ -102,3 +102,31 @@ def test_what_zigzag_rows_need(tiny_file, tmp_path, overrides, message):
     (tmp_path / "own.py").write_text(OWN)
     with pytest.raises(InputError, match=message):
         prepare(load(tiny_file, list(overrides), code=[str(tmp_path / "own.py")]))
+
+
+EXPERTS = """
+axes: {{batch: [data, fsdp, expert], shards: [fsdp, seq, expert]}}
+inputs: [batch, seq, ...]
+params: {{"{{embedding,unembedding}}": [shards, null]}}
+signals:
+  embed: {{out: [batch, seq, null]}}
+  layers/attn:
+    params: {{"*_proj/kernel": [shards, null], out/kernel: [null, shards]}}
+    context: {{axis: seq, method: ring}}
+    out: [batch, seq, null]
+  layers/moe:
+    params: {{"experts/*": [{axis}, null, null]}}
+    experts: {{axis: {axis}}}
+    out: [batch, seq, null]
+default: replicate
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["expert", "seq"])
+def test_experts_of_tokens_whose_sequence_is_split(tiny_file, tmp_path, axis):
+    (tmp_path / "rules.yaml").write_text(EXPERTS.format(axis=axis))
+    layout = (f"rules={tmp_path / 'rules.yaml'}", "mesh={data: 1, fsdp: 1, seq: 4, expert: 2}", "data.order=zigzag")
+    model = ("model.experts={count: 8, ffn: 32, shared: 1}",)
+    found, expected = (losses_and_norms(load(tiny_file, [*model, *more])) for more in (layout, ()))
+    np.testing.assert_allclose(found, expected, rtol=2e-6)

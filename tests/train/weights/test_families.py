@@ -23,7 +23,11 @@ from train.weights.safetensors import open_folder
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 5e-5
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Options)}
-MESHES = {"fsdp": {"fsdp": 8}, "fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2}}
+MESHES = {
+    "fsdp": {"fsdp": 8},
+    "fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+    "context": {"data": 2, "fsdp": 1, "seq": 2, "tensor": 2},
+}
 
 
 def error(name, config, params, rules=None, mesh=None):
@@ -68,11 +72,13 @@ def test_each_byte_is_read_once(name, monkeypatch):
     assert all(end <= begin for end, (begin, _) in zip(ends, sorted(reads)[1:], strict=False))
 
 
-@pytest.mark.parametrize("rules", ["fsdp_tensor", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rules", ["fsdp_tensor", *(pytest.param(one, marks=pytest.mark.slow) for one in ("fsdp", "context"))])
 @pytest.mark.parametrize("name", [n if n == "gemma3" else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
 def test_logits_are_the_same_from_shards(name, rules):
     if "experts" in published(GOLDENS / name).keys:
         pytest.skip("experts have rules of their own")
+    if rules == "context" and "attention_softcap" in published(GOLDENS / name).keys:
+        pytest.skip("attention with a soft cap is not split")
     config, mesh = config_of(name), jgt.make_mesh(MESHES[rules])
     read = jgt.load_rules(ROOT / "configs" / "rules" / f"{rules}.yaml")
     model, (tokens, _, _) = build(config), expected(name)
