@@ -42,7 +42,7 @@ MODELS = {
 }
 STAGES = (
     f"rules={RULES / 'context.yaml'}",
-    "mesh={data: 2, fsdp: 1, stage: 2, seq: 2, tensor: 1}",
+    "mesh={data: 1, fsdp: 1, stage: 2, seq: 4, tensor: 1}",
     "pipeline={signal: layers, microbatches: 2}",
     "data.order=zigzag",
 )
