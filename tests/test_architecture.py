@@ -117,6 +117,7 @@ SHARDING = ("jgt.sharding", "jgt.replacements", "jgt.program")
         ("jgt/planner/profile", ["jgt.rules", "jgt.mesh", "jgt.schedule", *ABOVE, *PLANNER]),
         ("train/report", ["jax", "numpy"]),
         ("train/top", ["jax", "numpy"]),
+        ("train/store", ["jax", "numpy", *(f"train.{room}" for room in ("checkpoint", "config", "processes", "records", "report", "run"))]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -322,12 +323,12 @@ def test_only_the_document_reads_yaml():
     assert offenders("train", "yaml") == []
 
 
-def test_one_file_reads_checkpoints_without_orbax():
-    assert offenders("train", "tensorstore", allowed=["train/checkpoint/pieces.py"]) == []
+def test_one_file_reads_checkpoints_without_orbax_and_one_knows_stores():
+    assert offenders("train", "tensorstore", allowed=["train/checkpoint/pieces.py", "train/store/bucket.py"]) == []
 
 
 def test_only_the_checkpoint_knows_orbax():
-    assert offenders("train", "orbax", allowed=["train/checkpoint/checkpoint.py", "train/checkpoint/restore.py"]) == []
+    assert offenders("train", "orbax", allowed=["train/checkpoint/files.py", "train/checkpoint/restore.py"]) == []
 
 
 def test_only_the_data_knows_grain():

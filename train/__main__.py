@@ -120,7 +120,7 @@ def load_run(arguments: argparse.Namespace, num_processes: int | None, problems:
 
 def check_resume(run: Run, arguments: argparse.Namespace) -> Resume:
     """The start that the run resumes from. Raises InputError if it cannot resume from there, or if its own directory cannot be one."""
-    resume = read_resume(arguments.resume, arguments.allow_change, run.config.run.path)
+    resume = read_resume(arguments.resume, arguments.allow_change, run.config.run.checkpoints)
     check_places(run, resume)
     return resume
 

@@ -80,6 +80,10 @@ class EndError(Exception):
     code = Exit.FAILED
 
 
+class InUseError(EndError):
+    """Another run is using this directory, or may be; the message names it."""
+
+
 TOKEN = "JGT_TOKEN"
 """The variable with the token that all processes of a run share; see `train.processes.join`."""
 LAUNCHED = "JGT_LAUNCHED"

@@ -23,6 +23,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from jgt import MeshSizes, document
 from jgt.document import Bound, LocalPath
 
+from .store.bucket import bucket_problem, is_url
+
 Count = Annotated[int, Bound(low=1, high=1_000_000_000)]
 Natural = Annotated[int, Bound(low=0, high=1_000_000_000)]
 MAX_BATCH = 1_000_000
@@ -41,6 +43,8 @@ LoggerName = Literal["jsonl", "tensorboard", "csv", "wandb", "mlflow"]
 _PACKAGES: Mapping[str, str] = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 """The package that a logger needs. The extra of the logger's name installs it."""
 
+CHECKPOINTS = "checkpoints"
+"""The folder of the steps of a run."""
 MAX_FLAGS = 64
 MAX_NAME, MAX_PATH = 240, 2_000
 """Bytes of a run directory's name and path. Systems allow 255 and 4096; the difference is for the files below the directory."""
@@ -78,25 +82,48 @@ class RunConfig:
     """The `run:` section.
 
     name: the name of the run directory.
-    dir: the run directory, relative to the working directory. null: runs/NAME.
+    dir: the run directory, relative to the working directory. null: runs/NAME. Or the URL of a folder in a bucket, such as s3://BUCKET/NAME.
+    spool: for a URL, the local folder of the run's small files, which are copied to the bucket. null: runs/NAME.
+    copy_seconds: seconds between two copies to the bucket.
+    lease_seconds: so long after a crash, a start on another machine waits before it takes the run in the bucket.
     seed: the seed of the parameters, of the order of the data, and of the sample.
     """
 
     WORDS = OTHER_WORDS
     name: str = "run"
-    dir: LocalPath | None = None
+    dir: Annotated[str, bucket_problem] | None = None
+    spool: LocalPath | None = None
+    copy_seconds: Annotated[float, Bound(low=1, high=1_000_000)] = 30.0
+    lease_seconds: Annotated[float, Bound(low=3, high=1_000_000)] = 30.0
     # JAX keeps 32 bits of a seed.
     seed: Annotated[int, Bound(low=0, high=2**32 - 1)] = 0
 
     @property
     def path(self) -> Path:
-        """The run directory."""
-        return Path(self.dir or f"runs/{self.name}")
+        """The run directory, or the local folder of a run in a bucket."""
+        return Path((self.dir if self.url is None else self.spool) or f"runs/{self.name}")
+
+    @property
+    def url(self) -> str | None:
+        """The URL of a run in a bucket; None for a run in a folder."""
+        return self.dir.rstrip("/") if self.dir is not None and is_url(self.dir) else None
+
+    @property
+    def place(self) -> Path | str:
+        """The run directory, or the URL of a run in a bucket."""
+        return self.url or self.path
+
+    @property
+    def checkpoints(self) -> Path | str:
+        """The place of the run's checkpoints."""
+        return self.path / CHECKPOINTS if self.url is None else f"{self.url}/{CHECKPOINTS}"
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """A name must name one folder, and the path must leave room for the names of the files below it."""
         if not self.name.isprintable() or set(self.name) & set("/\\") or self.name in ("", ".", ".."):
             yield "name", f"{document.shown(self.name)} cannot name a folder. Use letters, digits, dots and dashes"
+        if self.spool is not None and self.url is None:
+            yield "spool", "belongs to a run in a bucket, but run.dir is no URL. Remove the key, or set run.dir: s3://BUCKET/FOLDER"
         key = "name" if self.dir is None else "dir"
         if self.dir is not None and not (self.dir and self.dir.isprintable()):
             yield "dir", f"{document.shown(self.dir)} cannot be a path. Use letters, digits, dots, dashes and slashes, or null"

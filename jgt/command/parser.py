@@ -25,6 +25,8 @@ class CommandParser(argparse.ArgumentParser):
 
     NOT_FLAGS: ClassVar[str] = ""
     """The end of a message about an unknown flag, which says what else may be meant."""
+    takes_urls = False
+    """Whether arguments that are not flags may be URLs. The command itself refuses those that it cannot use."""
 
     def __init__(self, prog: str, description: str):
         super().__init__(prog=prog, description=description, allow_abbrev=False)
@@ -76,7 +78,8 @@ class CommandParser(argparse.ArgumentParser):
         problems: list[str] = []
         for argument in given:
             flag, _, value = argument.partition("=")
-            if problem := url_problem(value if argument.startswith("--") else argument):
+            path = value if argument.startswith("--") else "" if self.takes_urls else argument
+            if problem := url_problem(path):
                 problems.append(problem)
             if not argument.startswith("--") or flag in self._option_string_actions:
                 continue

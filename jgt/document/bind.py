@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from jgt.document.files import url_problem
 from jgt.document.node import Node, dotted_key
 from jgt.document.problems import nearest, shown
 
@@ -53,10 +52,10 @@ def bind(node: Node, cls: type[_T], problems: list[str]) -> _T | None:
     """Fills a frozen dataclass from a mapping. Appends to `problems`, and returns None if a field could not be filled.
 
     Field types may be bool, int, float, str, Literal, a dataclass, `tuple[T, ...]`, `dict[str, T]`, unions, `Annotated[number, Bound]`,
-    `Annotated[T, text]` with the end of messages about it, LocalPath, and Node for a part that its owner reads. A class may have a method
-    `problems()` that yields (field, message) for what only several fields together show to be wrong. A static method `variant(node)` may
-    name another class to fill instead, and `REST` the field that takes all keys that are not fields, with their plain values, and `WORDS`
-    what other keys mean.
+    `Annotated[T, text]` with the end of messages about it, `Annotated[str, f]` where f returns why a text is wrong, or None, and Node for a
+    part that its owner reads. A class may have a method `problems()` that yields (field, message) for what only several fields together
+    show to be wrong. A static method `variant(node)` may name another class to fill instead, and `REST` the field that takes all keys that
+    are not fields, with their plain values, and `WORDS` what other keys mean.
     """
     if not isinstance(node.value, dict):
         problems.append(node.problem(f"must be a mapping of keys to values, not {node.in_words()}"))
@@ -143,8 +142,9 @@ def _bind_annotated(node: Node, arguments: _HintArguments, problems: list[str]) 
     if isinstance(value, int | float):
         complaints = [bound.complaint(value) for bound in arguments[1:] if isinstance(bound, Bound)]
         problems += [node.problem(complaint) for complaint in complaints if complaint]
-    elif isinstance(value, str) and url_problem in arguments and (problem := url_problem(value)):
-        problems.append(node.problem(problem))
+    elif isinstance(value, str):
+        found = [check(value) for check in arguments[1:] if isinstance(check, types.FunctionType)]
+        problems += [node.problem(problem) for problem in found if problem]
     return value
 
 

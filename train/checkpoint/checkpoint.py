@@ -1,12 +1,12 @@
 """Saving a run's state: parameters, optimizer state, and the position in the data.
 
-A save must cost training little, and a failed save must cost nothing. Training waits only until Orbax has copied the arrays from the
-devices; Orbax then writes the files, and a thread waits for it and finishes the step, in this order: all arrays written, checksums of
-all files, manifest, the step's name, and only then the removal of older steps. Wherever the run is killed, the newest listed step is
-whole (see `train.checkpoint.steps`).
+A save must cost training little, and a failed save must cost nothing. Training waits only until the arrays are copied from the devices. A
+writer, `files.py` for a folder or `uploads.py` for a bucket, then writes them, and a thread waits for it and finishes the step, in this
+order: all arrays written, manifest, the step's name, and only then the removal of older steps. Wherever the run is killed, the newest
+listed step is whole (see `train.checkpoint.steps`).
 
 A save may fail at any point: no room, an error of the disk, another process that fails. Its leftovers are removed, since they would keep
-the disk full, and SaveError says why; the caller decides whether to continue. Orbax's writes contain collectives, so whether a save
+the disk full, and SaveError says why; the caller decides whether to continue. The writes wait for all processes, so whether a save
 starts is decided by all processes together. The invariants: at most one save is under way, and every failure is raised exactly once, by
 the next call of `save`, `poll` or `wait`.
 """
@@ -14,37 +14,30 @@ the next call of `save`, `poll` or `wait`.
 from __future__ import annotations
 
 import contextlib
-import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from concurrent import futures
-from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
-import orbax.checkpoint as ocp
-
-from jgt import amount
 
 from ..command_line import EndError, say
 from ..processes.processes import number_of_first_process, true_on_all_processes
 from ..sections import CheckpointConfig
 from ..step.state import State
-from .disk import DiskError, describe, write_whole
-from .manifest import Base, Manifest, file_entries
-from .restore import ARRAYS, first_line
-from .saved import DATA, Search, array_entries
+from .disk import DiskError, describe
+from .files import FilesWriter
+from .manifest import Base, Manifest
+from .restore import first_line
+from .saved import Search, array_entries
 from .signature import read_key
-from .steps import Steps
+from .steps import Steps, open_steps
+from .uploads import ObjectsWriter
 
 _KEPT = 3
 """The number of steps that remain where `checkpoint.keep` does not say it, if they have room."""
-_CHUNK_BYTES = 1 << 24
-"""A shard is stored in parts of this size, so that whoever reads a part of an array (`pieces.py`) needs little memory."""
-_ROOM = 1.1
-"""Free space that a save needs, as a multiple of its arrays: Orbax adds metadata, and blocks of files are rounded up."""
 
 
 class SaveError(EndError):
@@ -54,14 +47,15 @@ class SaveError(EndError):
 class Checkpoints:
     """The checkpoints of one run directory, written in the background; the last `keep` remain.
 
-    All processes make the same calls in the same order. Only the first one names and removes folders. mesh, fingerprints: see `Manifest`.
-    free(folder): bytes free on its disk. is_ours(): whether the run directory still belongs to this run; if not, nothing changes there.
-    saved(step): called by a thread of the first process when a step is finished. held(): steps that must not be removed.
+    folder: a path or a URL. All processes make the same calls in the same order. Only the first one names and removes steps. mesh,
+    fingerprints: see `Manifest`. free(folder): bytes free on its disk. is_ours(): whether the run directory still belongs to this run; if
+    not, nothing changes there. saved(step): called by a thread of the first process when a step is finished. held(): steps that must not be
+    removed.
     """
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | str,
         config: CheckpointConfig,
         *,
         mesh: Mapping[str, int] | None = None,
@@ -72,18 +66,19 @@ class Checkpoints:
         held: Callable[[], Collection[int]] = tuple,
     ):
         key = read_key(config.key)
-        self._steps = Steps(folder, key)
+        self._steps = open_steps(folder, key)
         # A signature covers a file only by its SHA-256.
-        self._sha256 = config.sha256 or key is not None
+        sha256 = config.sha256 or key is not None
+        steps = self._steps
+        self._writer = FilesWriter(steps, free, sha256=sha256) if isinstance(steps, Steps) else ObjectsWriter(steps)
         self._keep, self._may_keep_fewer = config.keep or _KEPT, config.keep is None
         self._keep_every, self._keep_hours = config.keep_every, config.keep_hours
         self._mesh, self._fingerprints = dict(mesh or {}), dict(fingerprints or {})
-        self._free, self._is_ours, self._saved, self._held = free, is_ours, saved, held
+        self._is_ours, self._saved, self._held = is_ours, saved, held
         self._is_first = jax.process_index() == 0
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         # Starts the thread: later, the system may allow no further one.
         self._last: futures.Future[None] | None = self._thread.submit(lambda: None)
-        self._writer = _make_writer()
         if self._is_first:
             try:
                 self._steps.clear()
@@ -119,18 +114,16 @@ class Checkpoints:
         arrays = array_entries(state.arrays())
         # After a failed save the free space is not asked for: the leftovers of that save still take it.
         failure = self._finish_last_save() or self._owner_problem()
-        space = None if failure else self._space_problem(state)
+        space = None if failure else self._writer.space_problem(state)
         if not true_on_all_processes(space is None) and number_of_first_process(self._remove_oldest()):
-            space = None if failure else self._space_problem(state)
-        failure = failure or space or self._data_problem(step, data)
-        # A process that skipped the save alone would leave the others waiting in Orbax's collectives.
+            space = None if failure else self._writer.space_problem(state)
+        failure = failure or space or self._writer.data_problem(step, data)
+        # A process that skipped the save alone would leave the others waiting for it.
         if not true_on_all_processes(failure is None):
             self._abandon()
             raise SaveError("another process failed" if failure is None else first_line(failure)) from failure
         try:
-            # `force` replaces a folder of this name, which a save that was interrupted may have left.
-            chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), state.arrays())
-            self._writer.save(self._steps.saving(step) / ARRAYS, args=ocp.args.StandardSave(state.arrays(), chunks), force=True)
+            self._writer.begin(state.arrays(), step)
         except Exception as error:
             self._abandon()
             raise SaveError(first_line(error)) from error
@@ -179,13 +172,11 @@ class Checkpoints:
         return None if last is None else last.exception()
 
     def _finish(self, listing: Manifest) -> None:
-        # Returns when every process has written its shards.
-        self._writer.wait_until_finished()
+        self._writer.wait()
         if problem := self._owner_problem():
             raise problem
         if self._is_first:
-            saving = self._steps.saving(listing.step)
-            self._steps.finish(replace(listing, files=file_entries(saving, sha256=self._sha256)))
+            self._writer.finish(listing)
             self._saved(listing.step)
             self._steps.retire(self._keep, self._kept())
 
@@ -204,10 +195,7 @@ class Checkpoints:
 
     def _abandon(self) -> None:
         """After a failed save: starts with a new writer, and removes the leftovers, which would keep the disk full."""
-        # The old writer raises the failure of its save once more when it is closed.
-        with contextlib.suppress(Exception):
-            self._writer.close()
-        self._writer = _make_writer()
+        self._writer.restart()
         if self._is_first and self._is_ours():
             with contextlib.suppress(OSError):
                 self._steps.clear()
@@ -226,39 +214,3 @@ class Checkpoints:
                     self._steps.retire(len(listed) - oldest - 1, kept)
                     return 1
         return 0
-
-    def _data_problem(self, step: int, data: str | None) -> OSError | None:
-        """Writes what this process stores about its data. Returns why that failed."""
-        if data is None:
-            return None
-        path = self._steps.saving(step) / DATA / f"{jax.process_index()}.json"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, data)
-        except OSError as error:
-            return error
-        return None
-
-    def _space_problem(self, state: State) -> OSError | None:
-        """Why this process's part of a save does not fit on the disk; None if it does."""
-        # A replicated shard is written once, by the device that has replica 0.
-        needed = _ROOM * sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards if shard.replica_id == 0)
-        folder = self._steps.folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            free = self._free(folder)
-        except OSError as error:
-            return error
-        return None if free >= needed else OSError(f"{amount(needed, 'B')} are needed in {folder}, but {amount(free, 'B')} are free")
-
-
-def _is_not_orbax(record: logging.LogRecord) -> bool:
-    return not Path(record.pathname).is_relative_to(Path(ocp.__file__).parent)
-
-
-def _make_writer() -> ocp.AsyncCheckpointer:
-    # When a save fails, Orbax logs hundreds of lines, and leaves one asyncio task behind for each array, for which asyncio prints a
-    # traceback. SaveError says it once. Logging is changed here, where the first writer is made, and not by an import of this file.
-    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-    logging.getLogger("absl").addFilter(_is_not_orbax)
-    return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), timeout_secs=600)

@@ -39,13 +39,13 @@ def is_damage(error: OSError) -> bool:
     return error.errno in _DAMAGE
 
 
-def describe(error: OSError, path: Path) -> str:
+def describe(error: OSError, path: Path | str) -> str:
     """`PATH: Input/output error` in one line. path: used if the error names none."""
     name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(path)
     return shown(f"{name}: {error.strerror or error}", _MAX_LINE, quotes=False)
 
 
-def patiently(call: Callable[[], _Result], path: Path) -> _Result:
+def patiently(call: Callable[[], _Result], path: Path | str) -> _Result:
     """The result of a call that reads below `path`, which is repeated after errors of the disk. Raises the last OSError."""
     for seconds in _PAUSES:
         try:

@@ -46,6 +46,7 @@ _DTYPE = re.compile(
     r"bool|u?int(2|4|8|16|32|64)|b?float16|float(32|64)|complex(64|128)|float4_e2m1fn|"
     r"float8_(e3m4|e4m3|e4m3b11fnuz|e4m3fn|e4m3fnuz|e5m2|e5m2fnuz|e8m0fnu)"
 )
+_OBJECTS = re.compile(r"[1-9][0-9]{0,9}-[0-9a-f]{1,16}-[0-9]{1,9}")
 _KINDS = {str: "text", list: "a list", dict: "a mapping"}
 _ODD_KINDS: Mapping[int | None, str] = {
     stat.S_IFLNK: "a link",
@@ -89,11 +90,23 @@ class Base:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ObjectsEntry:
+    """Where a bucket has the arrays of a step (`train.checkpoint.objects`).
+
+    folder: the folder of their objects. pieces: for each array the shape of the pieces into which it is cut. time: seconds since 1970.
+    """
+
+    folder: str
+    pieces: tuple[tuple[int, ...], ...]
+    time: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A checkpoint after `step` updates.
 
     samples: sequences of training data consumed; mesh: axis sizes it was saved on; versions: by package; fingerprints: of config and data.
-    phase: the steps since the last exchange of `sync`. base: where arrays are that `arrays` lacks.
+    phase: the steps since the last exchange of `sync`. base: where arrays are that `arrays` lacks. objects: in a bucket, where arrays are.
     """
 
     step: int
@@ -106,6 +119,7 @@ class Manifest:
     format: int = FORMAT
     phase: int = 0
     base: Base | None = None
+    objects: ObjectsEntry | None = None
 
 
 class BrokenError(Exception):
@@ -125,8 +139,9 @@ def file_entries(folder: Path, *, sha256: bool) -> tuple[FileEntry, ...]:
 def write(folder: Path, manifest: Manifest, key: Key | None = None) -> None:
     """Writes the manifest, signed if there is a key. It is either complete or absent at any moment, and on disk when this returns."""
     path, new = folder / NAME, folder / f"{NAME}.new"
-    # As a reader will see them, because a signature covers the values that are read.
-    values = json.loads(json.dumps(asdict(manifest)))
+    values = as_json(manifest)
+    # Orbax has its own files.
+    del values["objects"]
     if key is not None:
         values[FIELD] = key.sign(values)
     with new.open("w", encoding="utf-8") as file:
@@ -138,6 +153,11 @@ def write(folder: Path, manifest: Manifest, key: Key | None = None) -> None:
     sync(folder)
 
 
+def as_json(manifest: Manifest) -> dict[str, Any]:
+    """The values of a manifest as a reader will see them, because a signature covers the values that are read."""
+    return json.loads(json.dumps(asdict(manifest)))
+
+
 def read(folder: Path, key: Key | None = None) -> Manifest:
     """The manifest of a step. With a key it must be signed with it. Raises BrokenError, UnsignedError or OSError."""
     path = folder / NAME
@@ -146,10 +166,15 @@ def read(folder: Path, key: Key | None = None) -> Manifest:
         raise BrokenError(f"it has no {NAME}: it was never finished")
     if what != stat.S_IFREG:
         raise BrokenError(f"{NAME} is {_ODD_KINDS.get(what, 'a folder')}")
+    if patiently(path.stat, path).st_size > _MAX_BYTES:
+        raise BrokenError(f"{NAME} is damaged: the file is larger than {_MAX_BYTES:,} bytes")
+    return parse(patiently(path.read_bytes, path), key)
+
+
+def parse(content: bytes, key: Key | None = None) -> Manifest:
+    """The manifest in a file or an object. Raises BrokenError or UnsignedError."""
     try:
-        if patiently(path.stat, path).st_size > _MAX_BYTES:
-            raise ValueError(f"the file is larger than {_MAX_BYTES:,} bytes")
-        values = json.loads(patiently(path.read_bytes, path))
+        values = json.loads(content)
         if problem := None if key is None else key.problem(_check_kind(dict, values)):
             raise UnsignedError(problem)
         return _parse(values)
@@ -249,7 +274,18 @@ def _parse(values: Any) -> Manifest:
         files=files,
         phase=_number(values.get("phase", 0)),
         base=None if values.get("base") is None else _base(_check_kind(dict, values["base"])),
+        objects=None if values.get("objects") is None else _objects(_check_kind(dict, values["objects"]), arrays),
     )
+
+
+def _objects(values: Mapping[str, Any], arrays: tuple[ArrayEntry, ...]) -> ObjectsEntry:
+    folder, pieces, time = _check_kind(str, values["folder"]), _check_kind(list, values["pieces"]), values["time"]
+    shapes = tuple(tuple(map(_number, _check_kind(list, shape))) for shape in pieces)
+    if not _OBJECTS.fullmatch(folder) or type(time) not in (int, float):
+        raise ValueError(f"{shown(folder)} is not a folder of objects")
+    if len(shapes) != len(arrays) or any(len(a.shape) != len(p) or 0 in p for a, p in zip(arrays, shapes, strict=True)):
+        raise ValueError("the pieces of its arrays have other shapes")
+    return ObjectsEntry(folder=folder, pieces=shapes, time=float(time))
 
 
 def _base(values: Mapping[str, Any]) -> Base:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorstore
 
+from .bucket_steps import SavedStep
 from .disk import DiskError, describe, patiently
 from .manifest import ArrayEntry
+from .objects import Objects, span_of
 from .restore import ARRAYS, disk_errors, first_line
-from .saved import SavedStep, UnusableError
+from .saved import UnusableError
 
 PIECE_BYTES = 1 << 24
 Span = tuple[slice, ...]
@@ -32,17 +34,36 @@ def pieces(
     whole: the numbers of dims that are whole in each part. Raises UnusableError if the files do not have the array, and DiskError if the
     disk cannot be read.
     """
-    folder = saved.folder / ARRAYS
+    chunks, read = _files(saved, entry) if saved.bucket is None else _objects(saved, entry)
+    chunk = tuple(size if dim in whole else part for dim, (size, part) in enumerate(zip(entry.shape, chunks, strict=True)))
+    step = _grown(entry.shape, chunk, np.dtype(entry.dtype).itemsize, most)
+    for begin in itertools.product(*(range(0, size, part) for size, part in zip(entry.shape, step, strict=True))):
+        place = tuple(slice(at, min(at + part, size)) for at, part, size in zip(begin, step, entry.shape, strict=True))
+        yield place, read(place)
+
+
+_Read = Callable[[Span], np.ndarray[Any, Any]]
+
+
+def _files(saved: SavedStep, entry: ArrayEntry) -> tuple[tuple[int, ...], _Read]:
+    """The shape of the chunks of an array in a folder, and a function that reads a part of it."""
+    folder = Path(saved.folder, ARRAYS)
     array = _attempt(saved, folder, lambda: _open(folder, entry))
     # Orbax may restore what is read here; the manifest has the shape and type that both must find.
     if (tuple(array.shape), array.dtype.name) != (entry.shape, entry.dtype):
         raise UnusableError(saved.folder, f"has other arrays in its files than its manifest lists ({entry.path})")
     chunks = array.chunk_layout.read_chunk.shape or entry.shape
-    chunk = tuple(size if dim in whole else part for dim, (size, part) in enumerate(zip(entry.shape, chunks, strict=True)))
-    step = _grown(entry.shape, chunk, array.dtype.numpy_dtype.itemsize, most)
-    for begin in itertools.product(*(range(0, size, part) for size, part in zip(entry.shape, step, strict=True))):
-        place = tuple(slice(at, min(at + part, size)) for at, part, size in zip(begin, step, entry.shape, strict=True))
-        yield place, _attempt(saved, folder, lambda place=place: np.asarray(array[place].read().result()))
+    return chunks, lambda place: _attempt(saved, folder, lambda: np.asarray(array[place].read().result()))
+
+
+def _objects(saved: SavedStep, entry: ArrayEntry) -> tuple[tuple[int, ...], _Read]:
+    """As `_files`, for an array in a bucket."""
+    objects = Objects(saved)
+
+    def read(place: Span) -> np.ndarray[Any, Any]:
+        return _attempt(saved, saved.folder, lambda: objects.read(entry, [span_of(place, entry.shape)])[0])
+
+    return objects.piece(entry.path), read
 
 
 def _open(folder: Path, entry: ArrayEntry) -> Any:
@@ -64,15 +85,15 @@ def _grown(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, most: 
     return step
 
 
-def _attempt(saved: SavedStep, folder: Path, call: Any) -> Any:
+def _attempt(saved: SavedStep, folder: Path | str, call: Any) -> Any:
     """The result of a call that reads, which is repeated after errors of the disk."""
 
-    def read() -> Any:
+    def attempt() -> Any:
         with disk_errors(folder):
             return call()
 
     try:
-        return patiently(read, folder)
+        return patiently(attempt, folder)
     except OSError as error:
         raise DiskError(describe(error, folder)) from error
     except Exception as error:

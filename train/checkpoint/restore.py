@@ -17,25 +17,31 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from jgt import path_text
 from jgt.document import shown
 
 from ..processes.processes import true_on_all_processes
 from ..step.state import State
 from ..step.trained import divided, merged
+from .bucket_steps import SavedStep
 from .disk import is_damage, patiently
-from .saved import SavedStep, UnusableError, agree_on_disk, array_entries, check_arrays
+from .objects import Objects, span_of
+from .saved import UnusableError, agree_on_disk, array_entries, check_arrays
 
 ARRAYS = "state"
 """The folder of the arrays in a step."""
 _KEYS = "uint32"
 """The type in which a state has random keys and their counts, and nothing else."""
+_READERS = 8
 _MAX_REASON = 500
 _MAX_CAUSES = 20
 _LATE_SECONDS = 0.3
@@ -86,29 +92,50 @@ def restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str,
     arrays = [entry for entry in parts if keys or entry.dtype != _KEYS]
     check_arrays(saved.folder, arrays, array_entries(shapes), convert=cast)
     target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-    arguments = ocp.checkpoint_utils.construct_restore_args(target)
-    is_part = len(arrays) < len(saved.manifest.arrays)
-    # Orbax declares another class of paths, and takes any.
-    folder: Any = saved.folder / ARRAYS
-
-    def read() -> dict[str, Any]:
-        # Orbax' Checkpointer would wait for the other processes, which may have failed.
-        with contextlib.closing(ocp.PyTreeCheckpointHandler()) as reader, disk_errors(folder):
-            _check_contents(reader.metadata(folder).tree, saved)
-            return reader.restore(folder, args=ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=is_part))
-
+    read = _read_files if saved.bucket is None else _read_objects
     with _quiet_callbacks():
-        restored, failure, why = _outcome(read, folder)
+        restored, failure, why = _outcome(partial(read, saved, target, is_part=len(arrays) < len(saved.manifest.arrays)), saved.folder)
         if failure is not None or why is not None:
             _let_go()
-    agree_on_disk(failure, folder)
+    agree_on_disk(failure, saved.folder)
     if not true_on_all_processes(why is None):
         raise UnusableError(saved.folder, f"cannot be restored ({why or 'another process failed'})")
     assert restored is not None
     return restored
 
 
-def _outcome(read: Callable[[], dict[str, Any]], folder: Path) -> tuple[dict[str, Any] | None, OSError | None, str | None]:
+def _read_files(saved: SavedStep, target: dict[str, Any], *, is_part: bool) -> dict[str, Any]:
+    """The arrays of a step in a folder, by Orbax."""
+    # Orbax declares another class of paths, and takes any.
+    folder: Any = Path(saved.folder, ARRAYS)
+    arguments = ocp.checkpoint_utils.construct_restore_args(target)
+    # Orbax' Checkpointer would wait for the other processes, which may have failed.
+    with contextlib.closing(ocp.PyTreeCheckpointHandler()) as reader, disk_errors(folder):
+        _check_contents(reader.metadata(folder).tree, saved)
+        return reader.restore(folder, args=ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=is_part))
+
+
+def _read_objects(saved: SavedStep, target: dict[str, Any], *, is_part: bool) -> dict[str, Any]:
+    """The arrays of a step in a bucket. Each process reads the pieces that its devices need."""
+    objects, entries = Objects(saved), {entry.path: entry for entry in saved.manifest.arrays}
+
+    def read(item: tuple[Any, jax.ShapeDtypeStruct]) -> jax.Array:
+        (path, x), sharding = item, item[1].sharding
+        assert sharding is not None
+        indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(x.shape)
+        places = {device: span_of(index, x.shape) for device, index in indices.items()}
+        spans = list(dict.fromkeys(places.values()))
+        parts = dict(zip(spans, objects.read(entries[path_text(path)], spans), strict=True))
+        # A copy: the state is donated to the step, and its memory must be the devices' own.
+        values = [jax.device_put(parts[span].astype(x.dtype, copy=False), device, may_alias=False) for device, span in places.items()]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, values)
+
+    leaves, structure = jax.tree.flatten_with_path(target)
+    with ThreadPoolExecutor(_READERS) as pool:
+        return jax.tree.unflatten(structure, list(pool.map(read, leaves)))
+
+
+def _outcome(read: Callable[[], dict[str, Any]], folder: Path | str) -> tuple[dict[str, Any] | None, OSError | None, str | None]:
     """The result of `read`, or the error of the disk that ended it, or why the step cannot be restored."""
 
     def attempt() -> dict[str, Any]:
@@ -132,7 +159,7 @@ def _outcome(read: Callable[[], dict[str, Any]], folder: Path) -> tuple[dict[str
 
 
 @contextlib.contextmanager
-def disk_errors(folder: Path) -> Iterator[None]:
+def disk_errors(folder: Path | str) -> Iterator[None]:
     """Inside, an error of the disk is raised as an OSError, however the libraries that read arrays have wrapped it."""
     try:
         yield

@@ -17,19 +17,19 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
-from jgt import document, path_text
+from jgt import path_text
 from jgt.document import InputError
 
 from ..processes.processes import number_of_first_process, true_on_all_processes
+from .bucket_steps import BucketSteps, SavedStep
 from .disk import DiskError, describe
-from .manifest import ArrayEntry, BrokenError, Manifest, UnsignedError
+from .manifest import ArrayEntry, BrokenError, UnsignedError
 from .signature import Key
 from .steps import Steps, find_steps
 
@@ -40,18 +40,10 @@ _Result = TypeVar("_Result")
 _CHANGE = "Give the run another name (run.name=...), or the model and the optimizer that it was started with"
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedStep:
-    """A step whose files match the checksums in its manifest."""
-
-    folder: Path
-    manifest: Manifest
-
-
 class UnusableError(InputError):
     """A step whose files are whole cannot be used; `why` continues the sentence `this checkpoint ...`."""
 
-    def __init__(self, folder: Path, why: str):
+    def __init__(self, folder: Path | str, why: str):
         super().__init__([f"{folder}: this checkpoint {why}"])
         self.why = why
 
@@ -63,7 +55,7 @@ class Search:
     from. reports: a line for each step that is not used, so far. DiskError is raised on all processes if one cannot read the disk.
     """
 
-    def __init__(self, steps: Steps, listed: Callable[[], list[int]] | None = None, *, is_own: bool):
+    def __init__(self, steps: Steps | BucketSteps, listed: Callable[[], list[int]] | None = None, *, is_own: bool):
         self.reports: list[str] = []
         self._steps, self._listed, self._is_own = steps, listed or steps.listed, is_own
         self._passed: set[int] = set()
@@ -113,7 +105,7 @@ class Search:
 
         def read() -> SavedStep | BrokenError | UnsignedError:
             try:
-                return SavedStep(folder=self._steps.path(step), manifest=self._steps.read(step, (jax.process_index(), jax.process_count())))
+                return self._steps.open(step, (jax.process_index(), jax.process_count()))
             except (BrokenError, UnsignedError) as error:
                 return error
 
@@ -126,12 +118,12 @@ class Search:
         return mine if isinstance(mine, BrokenError) else BrokenError("another process found damage in its part of the files")
 
 
-def search_elsewhere(path: Path, key: Key | None = None, *, before: int | None = None) -> Search:
+def search_elsewhere(path: Path | str, key: Key | None = None, *, before: int | None = None) -> Search:
     """A search in another run. Nothing in its folder is changed.
 
-    path: a run directory, its `checkpoints` folder, or one of the steps in it. before: only steps below this number count.
+    path: a run directory, its `checkpoints` folder, or one of the steps in it; or a run's URL. before: only steps below this number count.
     """
-    path = path.absolute()
+    path = path if isinstance(path, str) else path.absolute()
     steps, named = _everywhere(lambda: find_steps(path, key), path)
 
     def listed() -> list[int]:
@@ -140,7 +132,7 @@ def search_elsewhere(path: Path, key: Key | None = None, *, before: int | None =
     return Search(steps, listed, is_own=False)
 
 
-def find_checkpoint(path: Path, key: Key | None = None, *, before: int | None = None) -> tuple[SavedStep | None, list[str]]:
+def find_checkpoint(path: Path | str, key: Key | None = None, *, before: int | None = None) -> tuple[SavedStep | None, list[str]]:
     """The newest whole step of another run, and a line for each newer step that is damaged; as in `search_elsewhere`."""
     search = search_elsewhere(path, key, before=before)
     return search.next(), search.reports
@@ -148,11 +140,11 @@ def find_checkpoint(path: Path, key: Key | None = None, *, before: int | None = 
 
 def stored_data(saved: SavedStep) -> tuple[str, ...]:
     """Reads what each process has stored about the place in its data. Raises InputError for a file that is too large, or DiskError."""
-    paths = [saved.folder / entry.path for entry in saved.manifest.files if entry.path.startswith(f"{DATA}/")]
-    return _everywhere(lambda: tuple(document.read_bytes(path, _MAX_DATA_BYTES).decode(errors="replace") for path in paths), saved.folder)
+    paths = [entry.path for entry in saved.manifest.files if entry.path.startswith(f"{DATA}/")]
+    return _everywhere(lambda: tuple(saved.content(path, _MAX_DATA_BYTES).decode(errors="replace") for path in paths), saved.folder)
 
 
-def _everywhere(call: Callable[[], _Result], path: Path) -> _Result:
+def _everywhere(call: Callable[[], _Result], path: Path | str) -> _Result:
     """The result of a call that reads or changes what is below `path`. Raises DiskError on all processes if it fails on one of them."""
     result, failure = None, None
     try:
@@ -163,7 +155,7 @@ def _everywhere(call: Callable[[], _Result], path: Path) -> _Result:
     return cast(_Result, result)
 
 
-def agree_on_disk(failure: OSError | None, path: Path) -> None:
+def agree_on_disk(failure: OSError | None, path: Path | str) -> None:
     """Returns if no process has an error of the disk. Otherwise raises DiskError on all of them."""
     if not true_on_all_processes(failure is None):
         what = f"another process cannot read its part of {path}" if failure is None else describe(failure, path)
@@ -182,7 +174,7 @@ def array_entries(tree: Mapping[str, Any]) -> tuple[ArrayEntry, ...]:
     return entries
 
 
-def check_arrays(where: Path, old: Sequence[ArrayEntry], new: Sequence[ArrayEntry], *, convert: bool) -> None:
+def check_arrays(where: Path | str, old: Sequence[ArrayEntry], new: Sequence[ArrayEntry], *, convert: bool) -> None:
     """Raises InputError with every array that is missing, superfluous, or of another shape or type.
 
     where: the checkpoint's folder; old: its arrays; new: the run's. convert: floating types may differ.

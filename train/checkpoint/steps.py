@@ -22,13 +22,13 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from ..sections import CHECKPOINTS as FOLDER
 from . import manifest
+from .bucket_steps import BucketSteps, SavedStep
 from .disk import describe, is_damage, kind, patiently, sync, sync_above, sync_tree
 from .manifest import BrokenError, Manifest
 from .signature import Key
 
-FOLDER = "checkpoints"
-"""The folder of the steps in a run directory."""
 _SAVING = ".saving"
 _TRASH = "trash"
 _MAX_PROBLEMS = 5
@@ -70,6 +70,14 @@ class Steps:
             return (self.path(step) / manifest.NAME).stat().st_mtime
         except FileNotFoundError:
             return float("nan")
+
+    def open(self, step: int, part: tuple[int, int] = (0, 1)) -> SavedStep:
+        """A step, after comparing its files with its manifest. Raises as `read` does."""
+        return SavedStep(folder=self.path(step), manifest=self.read(step, part))
+
+    def saved(self, step: int) -> SavedStep:
+        """A step as its manifest describes it, for a reader that checks what it reads. Raises as `read` does."""
+        return SavedStep(folder=self.path(step), manifest=manifest.read(self.path(step), self._key))
 
     def read(self, step: int, part: tuple[int, int] = (0, 1)) -> Manifest:
         """The manifest of a step, after comparing its files with it. part: as in `manifest.file_problems`.
@@ -158,11 +166,18 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def find_steps(path: Path, key: Key | None = None) -> tuple[Steps, int | None]:
-    """The steps at a path that a person names: a run directory, its `checkpoints` folder, or one of the steps in it.
+def open_steps(place: Path | str, key: Key | None = None) -> Steps | BucketSteps:
+    """The steps below a path or a URL."""
+    return BucketSteps(place) if isinstance(place, str) else Steps(place, key)
+
+
+def find_steps(path: Path | str, key: Key | None = None) -> tuple[Steps | BucketSteps, int | None]:
+    """The steps at a place that a person names: a run directory, its `checkpoints` folder, or one of the steps in it; or a run's URL.
 
     Returns the number of the step too if the path names one. Raises OSError.
     """
+    if isinstance(path, str):
+        return BucketSteps(f"{path.rstrip('/')}/{FOLDER}"), None
     # A relative path may be `.`, which has no name, and a step is recognised by its name.
     path = path.absolute()
     # A step has a number for a name, but so may a run directory; only a step has a manifest.

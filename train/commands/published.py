@@ -87,7 +87,7 @@ def _check_form(arguments: argparse.Namespace, lora: LoraConfig | None) -> None:
         raise InputError([f"command line: --{named}: {arguments.run} trains no adapter (it has no section lora). Leave the option out"])
 
 
-def _checkpoint(path: Path, step: int | None, key: Key | None) -> Path:
+def _checkpoint(path: Path, step: int | None, key: Key | None) -> Path | str:
     """The path of a step of a run, or the path that was given for its newest one."""
     if step is None:
         return path

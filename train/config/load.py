@@ -119,6 +119,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
     rules = rules.for_rows("plain" if isinstance(config.data, OwnData) else config.data.order)
     run = Run(config=config, mesh=mesh, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root, code=code)
     checks = (
+        _bucket_problems,
         _own_problems,
         _lora_problems,
         _loss_problems,
@@ -190,6 +191,19 @@ def _stack_problems(run: Run) -> Iterator[str]:
     if run.pipeline is not None and isinstance(model, ModelConfig) and model.experts is not None and model.experts.first_dense:
         node, dense = run.root.find("model.experts.first_dense"), model.experts.first_dense
         yield node.problem(f"{dense} dense layers are a stack of their own, but a pipeline has one stack of layers. Use first_dense: 0")
+
+
+def _bucket_problems(run: Run) -> Iterator[str]:
+    """Keys that need a run directory on a disk."""
+    config = run.config
+    if config.run.url is None:
+        return
+    for key in ("sha256", "key"):
+        if getattr(config.checkpoint, key):
+            yield run.root.find(f"checkpoint.{key}").problem("is for checkpoints in folders, but run.dir is a URL. Remove the key")
+    for number, fault in enumerate(config.debug.faults):
+        if fault.kind in ("corrupt", "disk_full"):
+            yield run.root.find(f"debug.faults[{number}]").problem(f"{fault.kind} is for runs in folders, but run.dir is a URL. Remove it")
 
 
 def _own_problems(run: Run) -> Iterator[str]:

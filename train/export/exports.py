@@ -20,11 +20,10 @@ import jax
 
 from jgt.document import InputError
 
-from ..checkpoint import manifest
+from ..checkpoint.bucket_steps import SavedStep
 from ..checkpoint.restore import first_line
-from ..checkpoint.saved import SavedStep
 from ..checkpoint.signature import read_key
-from ..checkpoint.steps import FOLDER, Steps
+from ..checkpoint.steps import open_steps
 from ..command_line import EndError, say
 from ..config import Run
 from .form import run_form
@@ -49,7 +48,7 @@ class Exports:
         self.num_steps = 0
         self._run, self._config, self._event = run, run.config.checkpoint.export, event
         self._ended: SimpleQueue[tuple[str, float, dict[str, Any]]] = SimpleQueue()
-        self._steps = Steps(run.config.run.path / FOLDER, read_key(run.config.checkpoint.key))
+        self._steps = open_steps(run.config.run.checkpoints, read_key(run.config.checkpoint.key))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="export")
         self._futures: dict[int, Future[None]] = {}
         self._is_closed = threading.Event()
@@ -79,11 +78,11 @@ class Exports:
             raise InputError([f"{self._run.where('checkpoint.export.path')}: checkpoint.export.path: has {others[0]} already. {remedy}"])
         for step in self._steps.listed():
             # Its files may have changed since.
-            self._submit(step, lambda step=step: self._steps.read(step))
+            self._submit(step, lambda step=step: self._steps.open(step))
 
     def saved(self, step: int) -> None:
         """Starts to export a step that was saved just now, if it is due. Called by the first process."""
-        self._submit(step, lambda: manifest.read(self._steps.path(step)))
+        self._submit(step, lambda: self._steps.saved(step))
 
     def held(self) -> set[int]:
         """The steps whose checkpoints must stay."""
@@ -105,7 +104,7 @@ class Exports:
         for step, future in futures:
             error = future.exception()
             if error is not None and step == self.num_steps:
-                again = f"The checkpoint is saved; the same command tries again, and so does jgt export {self._run.config.run.path} FOLDER"
+                again = f"The checkpoint is saved; the same command tries again, and so does jgt export {self._run.config.run.place} FOLDER"
                 raise ExportError(f"the model of step {step} could not be exported: {first_line(error)}. {again}") from error
 
     def close(self) -> None:
@@ -113,7 +112,7 @@ class Exports:
         self._is_closed.set()
         self._pool.shutdown(cancel_futures=True)
 
-    def _submit(self, step: int, read: Callable[[], manifest.Manifest]) -> None:
+    def _submit(self, step: int, read: Callable[[], SavedStep]) -> None:
         if not self.is_due(step) or step in self._futures or (folder := self._folder(step)).exists():
             return
         # After `close`, the next start does it.
@@ -124,11 +123,11 @@ class Exports:
         assert self._config is not None
         return Path(self._config.path) / str(step)
 
-    def _export(self, step: int, folder: Path, read: Callable[[], manifest.Manifest]) -> None:
+    def _export(self, step: int, folder: Path, read: Callable[[], SavedStep]) -> None:
         assert self._config is not None
         begun = time.time()
         try:
-            saved = SavedStep(folder=self._steps.path(step), manifest=read())
+            saved = read()
             model = SavedModel.of(saved, self._run.config.model, self._run.config.lora)
             form = run_form(self._run, self._run.config.run.path, model.shapes)
             write_export(form, model, folder, dtype=self._config.dtype, max_file_bytes=_FILE_BYTES, check=self._check)

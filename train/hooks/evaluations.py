@@ -14,7 +14,7 @@ import jax
 
 from jgt.document import InputError, nearest
 
-from ..checkpoint.steps import FOLDER, Steps
+from ..checkpoint.steps import open_steps
 from ..config import Run
 from ..processes.processes import number_of_first_process
 from ..records.clock import InFlight, steps_ahead
@@ -123,7 +123,7 @@ class Evaluations:
         return set() if self._best is None or (step := self._best_saved()) is None else {step}
 
     def _best_saved(self) -> int | None:
-        return None if self._best is None else self._best.best(Steps(self._folder / FOLDER).listed())
+        return None if self._best is None else self._best.best(open_steps(self._run.config.run.checkpoints).listed())
 
     def describe_end(self, step: int, last: int) -> str:
         """The line about a run that ended early."""
@@ -138,7 +138,7 @@ class Evaluations:
         step = self._best_saved()
         if self._best is None or step is None:
             return None
-        return f"Best checkpoint: {self._folder / FOLDER / str(step)}, with {self._best.name} {self._best.value(step):.6g}"
+        return f"Best checkpoint: {self._run.config.run.checkpoints}/{step}, with {self._best.name} {self._best.value(step):.6g}"
 
 
 def open_evaluations(run: Run, names: Callable[[], Iterable[str]]) -> Evaluations | None:

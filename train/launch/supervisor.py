@@ -25,7 +25,7 @@ from typing import Any
 from jgt.document import InputError
 
 from ..checkpoint.disk import describe, open_file
-from ..checkpoint.steps import FOLDER, Steps
+from ..checkpoint.steps import open_steps
 from ..command_line import Exit, say_lines
 from ..config import Run
 from ..records.sink import AppendedFile
@@ -80,7 +80,7 @@ class Launcher:
         self._arguments, self._fewer = arguments, fewer
         self._virtual = run.config.devices.virtual_cpu is not None
         self._folder = run.config.run.path
-        self._logs, self._steps = self._folder / LOGS, Steps(self._folder / FOLDER)
+        self._logs, self._steps = self._folder / LOGS, open_steps(run.config.run.checkpoints)
         # Empty without `--resume never`: an earlier run then stays and continues.
         self._earlier = frozenset() if _without_never(arguments) == arguments else earlier_files(self._folder)
         self._grace_seconds = grace_seconds

@@ -253,6 +253,26 @@ def number_of_first_process(mine: int) -> int:
     return mine if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.int64(mine)))
 
 
+def failure_of_any(name: str, mine: str | None, seconds: float) -> str | None:
+    """Waits until all processes have called it with this name, which a run uses once, and returns why one of them has failed.
+
+    mine: why this one has; None if it has not. Without all processes it returns a failure after `seconds`. It needs no device, so any
+    thread may call it while the training goes on.
+    """
+    client = distributed.global_state.client
+    if client is None or number_of_processes() == 1:
+        return mine
+    store, process = Store(client), this_process()
+    try:
+        if mine is not None:
+            store.set(f"failures/{name}/{process}", mine)
+        client.wait_at_barrier(f"jgt/failures/{name}", timeout_in_ms=int(1000 * seconds))
+        failures = store.below(f"failures/{name}")
+    except RuntimeError as error:
+        return mine or f"the other processes did not answer within {seconds:g} s ({next(iter(str(error).splitlines()), 'no reason')})"
+    return mine or next((f"process {other}: {text}" for other, text in sorted(failures.items())), None)
+
+
 def barrier(name: str) -> None:
     """Waits until all processes have called it with this name, which a run uses once.
 

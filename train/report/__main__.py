@@ -13,6 +13,8 @@ from pathlib import Path
 from jgt import CommandParser, Console
 from jgt.document import InputError, nearest
 
+from ..store.bucket import is_url
+from ..store.mirror import local_copies
 from .accounts import read_accounts
 from .compare import compare_runs, print_comparison
 from .loads import MARGIN, Loads, describe_loads, read_loads
@@ -49,7 +51,8 @@ def trace(argv: Sequence[str] | None = None) -> int:
 def parser() -> CommandParser:
     """The command line of `jgt report`."""
     parser = CommandParser("jgt report", "Shows where a run's wall time went, over all its starts, and the load of experts.")
-    parser.add_argument("run", metavar="RUN", help="the run directory, such as runs/quickstart")
+    parser.takes_urls = True
+    parser.add_argument("run", metavar="RUN", help="the run directory, such as runs/quickstart, or the URL of a run in a bucket")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -57,7 +60,8 @@ def parser() -> CommandParser:
 def plot_parser() -> CommandParser:
     """The command line of `jgt plot`."""
     parser = CommandParser("jgt plot", "Draws metrics of runs, as a PNG or in the terminal.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, such as runs/quickstart")
+    parser.takes_urls = True
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, such as runs/quickstart, or URLs of runs in buckets")
     parser.add_argument("--metrics", metavar="A,B", help=f"the metrics to draw ({','.join(METRICS)})")
     parser.add_argument("--over", choices=list(AXES), default="steps", help="the horizontal axis (steps)")
     parser.add_argument("--output", metavar="FILE", help=f"the PNG to write ({PICTURE}); needs matplotlib")
@@ -69,8 +73,9 @@ def plot_parser() -> CommandParser:
 def compare_parser() -> CommandParser:
     """The command line of `jgt compare`."""
     parser = CommandParser("jgt compare", "Shows what two runs differ in: config, results, speed, memory and losses.")
-    parser.add_argument("first", metavar="A", help="a run directory")
-    parser.add_argument("second", metavar="B", help="another run directory")
+    parser.takes_urls = True
+    parser.add_argument("first", metavar="A", help="a run directory, or the URL of a run in a bucket")
+    parser.add_argument("second", metavar="B", help="another one")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -99,9 +104,9 @@ def _trace(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    run = Path(arguments.run)
     try:
-        accounts = replace(read_accounts(run), experts=read_loads(run))
+        with local_copies([arguments.run]) as (run,):
+            accounts = replace(read_accounts(run), run=arguments.run, experts=read_loads(run))
     except OSError as error:
         raise InputError([f"{error.filename}: cannot be read: {error.strerror or error}"]) from None
     if arguments.json:
@@ -111,8 +116,11 @@ def _report(arguments: argparse.Namespace) -> None:
 
 
 def _plot(arguments: argparse.Namespace) -> None:
-    runs = read_runs([Path(run) for run in arguments.runs])
-    loads = _loads(arguments.runs) if arguments.experts else None
+    if is_url(arguments.output):
+        raise InputError([f"command line: --output: {arguments.output}: is a URL. Name a file"])
+    with local_copies(arguments.runs) as folders:
+        runs = read_runs(folders)
+        loads = _loads(folders) if arguments.experts else None
     metrics = _metrics(runs, arguments.metrics)
     has_matplotlib = importlib.util.find_spec("matplotlib") is not None
     if arguments.output and arguments.terminal:
@@ -134,11 +142,11 @@ def _plot(arguments: argparse.Namespace) -> None:
     print(f"Drawn to {path}")
 
 
-def _loads(runs: Sequence[str]) -> Loads:
+def _loads(runs: Sequence[Path]) -> Loads:
     """The loads of the one run. Raises InputError if there are several, or if it has no experts."""
     if len(runs) > 1:
         raise InputError([f"command line: --experts: draws one run, not {len(runs)}. Name one"])
-    loads = read_loads(Path(runs[0]))
+    loads = read_loads(runs[0])
     if loads is None:
         raise InputError([f"{runs[0]}: has no records of experts. --experts is for runs with model.experts"])
     return loads
@@ -157,7 +165,8 @@ def _metrics(runs: Sequence[RunCurves], names: str | None) -> list[str]:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    runs = read_runs([Path(arguments.first), Path(arguments.second)])
+    with local_copies([arguments.first, arguments.second]) as folders:
+        runs = read_runs(folders)
     comparison = compare_runs(*runs)
     if arguments.json:
         print(json.dumps(asdict(comparison), indent=1))

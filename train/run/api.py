@@ -105,7 +105,7 @@ def run_here(
     checked = configs.load(config, listed(overrides), code=own)
     watched = replace(checked.config.watchdog, step_seconds=_FOREVER, start_seconds=_FOREVER)
     checked = replace(checked, config=replace(checked.config, watchdog=watched))
-    given = read_resume(resume, allow_change, checked.config.run.path)
+    given = read_resume(resume, allow_change, checked.config.run.checkpoints)
     check_places(checked, given)
     read_key(checked.config.checkpoint.key)
     ends: list[tuple[Setup, Position, bool]] = []

@@ -23,9 +23,14 @@ from typing import TextIO
 from jgt.document import InputError, path_problem
 
 from ..checkpoint.disk import kind
+from ..checkpoint.steps import remove
 from ..code.files import COPY
-from ..command_line import EndError
+from ..command_line import InUseError
 from ..records.step_range import PROFILE
+from ..sections import RunConfig
+from ..store.bucket import Bucket
+from ..store.lease import Lease, hold_lease, holder_of
+from ..store.mirror import NOT_COPIED, Mirror, adopt_spool, fill_spool, spool_of
 from ..weights.origin import ORIGIN
 
 CONFIG, DATA, CONFIGS = "config.yaml", "data.json", "configs"
@@ -40,11 +45,8 @@ _NOT_MOVED = ("data", CHOICE, LOGS, _LOCK)
 _FILES = re.compile(
     rf"(config\.yaml|data\.json|reference\.npz|metrics\.(jsonl|csv)|(layout|loggers)\.json)(\.new)?|events(-[0-9]+|-launcher)?\.jsonl|status-([0-9]+|launcher)\.json(\.new)?|stacks-[0-9]+\.txt|sample\.txt|request\.json(\.new)?|{_LOCK}"
 )
+_OF_PROCESS = re.compile(r"(?:events|stacks|status)-([0-9]+)\.(?:jsonl|txt|json)")
 _FOLDERS = ("checkpoints", COPY, CONFIGS, ORIGIN, "data", "faults", "tensorboard", "wandb", LOGS, PROFILE)
-
-
-class InUseError(EndError):
-    """Another run is using this directory, or may be; the message names it."""
 
 
 class Lock:
@@ -109,6 +111,53 @@ def _wait_for_lock(file: TextIO, folder: Path, deadline: float) -> None:
 
 def _inode(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
+
+
+@contextlib.contextmanager
+def hold_bucket(run: RunConfig) -> Iterator[Lease]:
+    """Holds the bucket of a run while inside, whose local folder is locked. Raises InUseError, InputError and OSError."""
+    assert run.url is not None
+    bucket = Bucket(run.url)
+    bucket.check_conditions()
+    fill_folder(run)
+    with hold_lease(bucket, run.lease_seconds, spool_of(run.path)) as lease:
+        # The run may have gone on elsewhere while this start waited.
+        fill_folder(run, strict=True)
+        adopt_spool(bucket, run.path)
+        yield lease
+
+
+def fill_folder(run: RunConfig, *, strict: bool = False) -> None:
+    """Makes the local folder of a run in a bucket what the bucket has. strict: as in `fill_spool`. Raises InputError and OSError."""
+    if run.url is not None:
+        fill_spool(Bucket(run.url), run.path, _NOT_MOVED, remove, strict=strict)
+
+
+@contextlib.contextmanager
+def copied(run: RunConfig, process: int, lease: Lease | None) -> Iterator[Mirror | None]:
+    """Copies a process's files to the run's bucket while inside; None for a run in a folder. lease: the first process's."""
+    if run.url is None:
+        yield None
+        return
+    bucket = Bucket(run.url)
+    start = None if lease is not None else holder_of(bucket)
+
+    def may_write() -> bool:
+        return lease.is_certain() if lease is not None else holder_of(bucket) == start
+
+    mirror = Mirror(bucket, run.path, run.copy_seconds, lambda name: _is_copied(name, process), may_write)
+    try:
+        yield mirror
+    finally:
+        mirror.close()
+
+
+def _is_copied(name: str, process: int) -> bool:
+    """Whether a process copies a file of its folder to the bucket."""
+    if name.partition("/")[0] in ("data", _LOCK, "checkpoints", "request.json", *NOT_COPIED) or name.endswith(".new"):
+        return False
+    match = _OF_PROCESS.fullmatch(name)
+    return process == (int(match[1]) if match else 0)
 
 
 def move_earlier_run(folder: Path) -> Path | None:

@@ -21,11 +21,11 @@ from jgt import document
 from jgt.document import InputError, Node, nearest, path_problem, shown
 
 from ..checkpoint.disk import DiskError, describe
-from ..checkpoint.steps import FOLDER, Steps, find_steps
+from ..checkpoint.steps import find_steps, open_steps
 from ..code.files import COPY, read_code
 from ..config import Run
 from ..sections import DPO
-from .folder import CONFIG, DATA, place_problems
+from .folder import CONFIG, DATA, fill_folder, place_problems
 
 FIXED = ("model", "data", "run.seed", "lora", "optimizer.name", "optimizer.train", "code")
 """Keys that must not change between two starts of a run, and the user's own code. All else (mesh, rules, steps, batch, ...) may."""
@@ -50,8 +50,8 @@ class Resume:
     allow: tuple[str, ...] = ()
 
 
-def read_resume(resume: str, allow: Sequence[str], folder: Path) -> Resume:
-    """The flags `--resume` (auto, never or a path) and `--allow-change` (keys) of a run in this folder. Raises InputError."""
+def read_resume(resume: str, allow: Sequence[str], checkpoints: Path | str) -> Resume:
+    """The flags `--resume` (auto, never or a path) and `--allow-change` (keys) of a run with checkpoints there. Raises InputError."""
     problems, allowed = [], (*FIXED, _REFERENCE, _BASE)
     for key in allow:
         if not any(_is_below(key, section) for section in allowed):
@@ -61,7 +61,7 @@ def read_resume(resume: str, allow: Sequence[str], folder: Path) -> Resume:
             problems.append(f"command line: --allow-change: {key}: {why} {keys}")
     path = None if resume in ("auto", "never") else Path(str(resume))
     # A run with checkpoints resumes from them, and its origin may be gone.
-    if path is not None and path_problem(path, "folder") and not Steps(folder / FOLDER).listed():
+    if path is not None and path_problem(path, "folder") and not open_steps(checkpoints).listed():
         problems.append(f"command line: --resume: {resume}: is not a folder. Write auto, never, a run directory or one of its checkpoints")
     if problems:
         raise InputError(problems)
@@ -83,7 +83,11 @@ def check_folder(run: Run, resume: Resume) -> None:
     """Raises InputError if the run directory cannot be used, or was started with other values of the keys in `FIXED`; or DiskError."""
     folder = run.config.run.path
     path = folder / CONFIG
+    if run.config.run.url is not None and resume.never and open_steps(run.config.run.checkpoints).listed():
+        why = f"{run.config.run.url} has a run, and a bucket cannot move it away. Name another URL (run.dir=...)"
+        raise InputError([f"command line: --resume: never: {why}"])
     try:
+        fill_folder(run.config.run)
         problems = [f"{run.where('run.dir')}: run.dir: {problem}" for problem in place_problems(folder, moved=resume.never)]
     except OSError as error:
         raise DiskError(f"{describe(error, folder)}. No checkpoint was changed") from None
@@ -144,7 +148,7 @@ def check_origin(run: Run, before: Mapping[str, Any], data: Mapping[str, Any], w
         raise InputError(problems)
 
 
-def check_model(run: Run, before: Mapping[str, Any], weights: Path) -> None:
+def check_model(run: Run, before: Mapping[str, Any], weights: Path | str) -> None:
     """Raises InputError with the keys in which the model differs from a checkpoint's, whose fingerprints are `before`."""
     old = _get(before, "config.model")
     different = [f"{key} is {shown(old)} there and {shown(new)} here" for key, old, new in _differences("model", old, _fixed(run)["model"])]
@@ -153,7 +157,7 @@ def check_model(run: Run, before: Mapping[str, Any], weights: Path) -> None:
         raise InputError([f"{run.where('checkpoint.weights')}: checkpoint.weights: {weights}: {', '.join(different)}. {remedy}"])
 
 
-def check_adapters(run: Run, before: Mapping[str, Any], weights: Path) -> None:
+def check_adapters(run: Run, before: Mapping[str, Any], weights: Path | str) -> None:
     """Raises InputError if the run would leave out or change the adapters of a checkpoint, whose fingerprints are `before`."""
     old = _get(before, "config.lora")
     differences = [] if old is None else _differences("lora", old, _fixed(run)["lora"])

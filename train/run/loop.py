@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoints
-from ..checkpoint.steps import FOLDER
 from ..data.batches import Data
 from ..export.exports import Exports
 from ..generate.generate import sample_text
@@ -33,6 +32,7 @@ from ..records.records import Records
 from ..records.summary import describe_end, duration_text, tokens_per_sample
 from ..setup import Setup
 from ..step.state import State
+from ..store.lease import Lease
 from .faults import Faults
 from .folder import Lock
 from .history import replace_config
@@ -63,7 +63,7 @@ class Loop:
     watch: Watch
     faults: Faults
     profiler: Profiler
-    lock: Lock | None
+    lock: Lock | Lease | None
     tasks: TaskMetrics | None = None
     evaluations: Evaluations | None = None
     hooks: Hooks | None = None
@@ -103,7 +103,7 @@ class Loop:
         if first < self.last_step:
             self._replace_config(first)
             position = self._steps(position, compiling or self._compile())
-            self.screen.say(f"Checkpoint of step {position.step} in {self._config.run.path / FOLDER}")
+            self.screen.say(f"Checkpoint of step {position.step} in {self._config.run.checkpoints}")
         elif self._ended_at is None:
             epochs = self._config.train.epochs
             longer = f"train.steps={first * 2}" if epochs is None else f"train.epochs={epochs * 2:g}"

@@ -86,7 +86,7 @@ def replay(run: Run, step: int, resume: Resume | None = None) -> Verdict:
         raise InputError([f"{run.where('sync.every')}: sync.every: a run with phases cannot be replayed. --replay needs every: 1"])
     key = read_key(run.config.checkpoint.key)
     # Read only: unlike a start, a replay does not set damaged checkpoints aside.
-    saved, reports = find_checkpoint(run.config.run.path, key, before=step)
+    saved, reports = find_checkpoint(run.config.run.place, key, before=step)
     # The steps of a run that began in another one's checkpoint may all be later than its own first checkpoint.
     if saved is None and resume.path is not None:
         saved, reports = find_checkpoint(resume.path, key, before=step)

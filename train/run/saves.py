@@ -23,7 +23,7 @@ import jax
 
 from ..checkpoint.checkpoint import Checkpoints, SaveError
 from ..checkpoint.restore import first_line
-from ..command_line import may_have_fewer, say
+from ..command_line import InUseError, may_have_fewer, say
 from ..data.batches import Data
 from ..data.mapped import DataChangedError
 from ..hooks import HookError
@@ -32,7 +32,6 @@ from ..processes.watch import Watch
 from ..records.progress import Progress, SkippedError
 from ..records.records import Records
 from ..setup import Setup
-from .folder import InUseError
 from .start import Position
 
 _LAST_SECONDS = 600.0

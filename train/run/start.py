@@ -90,7 +90,7 @@ class Start:
             return restore_own(saved)
 
         if restored := self._restore(checkpoints.search(), restore_own):
-            self.say(f"Resumed from step {restored[0].manifest.step} in {run.config.run.path}")
+            self.say(f"Resumed from step {restored[0].manifest.step} in {run.config.run.place}")
         elif other is not None:
             restored = self._restore_elsewhere("--resume", other, restore_other)
             self.say(f"Continues from {restored[0].folder}, at step {restored[0].manifest.step}")

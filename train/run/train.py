@@ -22,9 +22,8 @@ from jgt import amount, path_text
 from jgt.document import InputError
 
 from ..checkpoint.checkpoint import Checkpoints
-from ..checkpoint.disk import DiskError
-from ..checkpoint.steps import FOLDER
-from ..command_line import Exit, say
+from ..checkpoint.disk import DiskError, describe
+from ..command_line import Exit, InUseError, say
 from ..config import Run
 from ..data.batches import Data
 from ..data.config import OwnData
@@ -50,14 +49,18 @@ from ..records.timeline import OTHER
 from ..setup import Setup, prepare
 from ..setup.fit import compiled_to_fit, with_remat
 from ..setup.published import base_shapes
+from ..store.lease import Lease
+from ..store.mirror import Mirror
 from .faults import Faults
-from .folder import InUseError, Lock, lock_folder, move_earlier_run
+from .folder import Lock, copied, hold_bucket, lock_folder, move_earlier_run
 from .history import begin_folder
 from .identity import Resume, check_data, fingerprints
 from .loop import Loop, TaskMetrics, lost_records
 from .start import Position, Start
 from .xla import open_devices
 
+_COPY_SECONDS = 2.0
+"""How long a process that the watch ends may copy its records to a bucket."""
 _LAST_SAVE_SECONDS = 10
 """How long a failing process waits for a save that needs the other processes, which may be gone."""
 
@@ -96,19 +99,22 @@ def train(
         lock = None if process else _claim_folder(run, data, resume, screen, closing)
         # The others write into the directory only now, after an earlier run was moved out of it.
         barrier("run directory")
+        mirror = closing.enter_context(copied(run.config.run, process, lock if isinstance(lock, Lease) else None))
         loggers = [] if process else open_loggers(run.config.log, folder, run.config.run.name, run.resolved)
         records = Records(folder, process=process, loggers=loggers, begun=entered)
         closing.callback(records.close)
         is_ours = (lambda: True) if lock is None else lock.is_held
         asked = None if process else watch.request
+        # Another run cannot have this folder while its lock is held, whoever has the lease of its bucket.
+        may_write = is_ours if isinstance(lock, Lock) else lambda: True
         gpus = Gpus(jax.local_device_count() if jax.default_backend() == "gpu" else 0)
 
         def now() -> dict[str, Any]:
             return {**watch.now(), "memory": memory_of_devices(), **gpus.figures()}
 
-        status = Status(folder, process, records.timeline, now, is_ours, asked)
+        status = Status(folder, process, records.timeline, now, may_write, asked)
         closing.callback(status.close)
-        watch.on_end = lambda why: (records.stop(why=why), status.close())
+        watch.on_end = lambda why: _last_words(why, records, status, mirror)
         records.timeline.figures["clock"] = clock_ahead()
         _record_start(records, begun or entered, entered)
         _introduce(setup, data, screen)
@@ -127,9 +133,11 @@ def train(
         def saved(step: int) -> None:
             records.wrote(step)
             exports.saved(step)
+            if mirror is not None:
+                mirror.wake()
 
         checkpoints = Checkpoints(
-            folder / FOLDER, run.config.checkpoint, **of_run, free=faults.free, is_ours=is_ours, saved=saved, held=held
+            run.config.run.checkpoints, run.config.checkpoint, **of_run, free=faults.free, is_ours=is_ours, saved=saved, held=held
         )
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         with _closed_afterwards(checkpoints, records):
@@ -186,14 +194,27 @@ def _with_reference(setup: Setup, data: Data, watch: Watch, records: Records, sc
         return with_reference(setup, data, lambda: start.fresh().state, screen.say, has_begun=has_begun)
 
 
-def _claim_folder(run: Run, data: Data, resume: Resume, screen: Screen, closing: contextlib.ExitStack) -> Lock:
+def _claim_folder(run: Run, data: Data, resume: Resume, screen: Screen, closing: contextlib.ExitStack) -> Lock | Lease:
     """Locks the run directory until `closing` closes, and writes the files that describe the run into it."""
     folder = run.config.run.path
     lock = closing.enter_context(lock_folder(folder))
-    if resume.never and (moved := move_earlier_run(folder)):
+    if run.config.run.url is not None:
+        try:
+            lock = closing.enter_context(hold_bucket(run.config.run))
+        except OSError as error:
+            raise DiskError(f"{describe(error, run.config.run.url)}. No checkpoint was changed") from error
+    elif resume.never and (moved := move_earlier_run(folder)):
         screen.say(f"The earlier run was moved to {moved}")
     begin_folder(run, data.fingerprint)
     return lock
+
+
+def _last_words(why: str, records: Records, status: Status, mirror: Mirror | None) -> None:
+    """Writes what is known of a process that the watch ends."""
+    records.stop(why=why)
+    status.close()
+    if mirror is not None:
+        mirror.flush(_COPY_SECONDS)
 
 
 def _introduce(setup: Setup, data: Data, screen: Screen) -> None:

@@ -206,7 +206,7 @@ def test_one_problem(write, refused, text, expected):
     [
         ("extends", "extends: URL"),
         ("rules", "mesh: {data: 2}\nrules: URL"),
-        ("run.dir", "run: {dir: URL}"),
+        ("run.spool", "run: {dir: s3://bucket/run, spool: URL}"),
         ("xla.cache", "xla: {cache: URL}"),
         ("data.path", "data: {source: text, path: URL}"),
         ("data.eval_path", "data: {source: text, path: '*', eval_path: URL}"),

@@ -6,11 +6,14 @@ ever hits them, so the test watches the files of the run, and kills when the pla
 A run of two processes has devices of both in its mesh. In a run with experts, the state has more than the optimizer's: each router's bias.
 In runs with `sync:` it has what each replica has for itself, the outer momentum, or what roundings took away. Their checkpoints, of every
 second step, are of states inside phases of three steps and at exchanges.
+
+The same on a bucket, whose server answers some requests by 500 or 503, some not at all, and some after it has done them without an answer.
 """
 
 import functools
 import itertools
 import json
+import os
 import random
 import shutil
 import signal
@@ -21,12 +24,13 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from runs import flags, free_port, rows
+from buckets import Server
 
 from jgt import document
+from runs import flags, free_port, rows
 from train.checkpoint.restore import restore
 from train.checkpoint.saved import find_checkpoint
-from train.checkpoint.steps import FOLDER, Steps
+from train.checkpoint.steps import FOLDER, open_steps
 from train.config import load
 from train.setup import prepare
 
@@ -62,6 +66,10 @@ KEEP = 2
 TRASH = "trash"
 BIAS = ".variables['layers']['moe']['bias']"
 """The place of the routers' biases in the state of a run with experts."""
+LONGEST_SECONDS = 300
+ON_BUCKETS = ["saved", "retention", "anywhere", "anywhere", "compile"]
+FAULTS = {"error": 0.1, "lost": 0.02, "stall": 0.01}
+"""The shares of requests that a store does not answer as it should."""
 LATER = ["retention", "anywhere", "anywhere"]
 SHORT = ("1", "auto", ["encode", "anywhere", "retention"])
 """The one that is not slow."""
@@ -100,6 +108,13 @@ LAYOUTS = {
         rules=EXPERTS,
         options=(BALANCED,),
     ),
+    "pipeline": Layout(
+        count=1,
+        mesh="mesh={stage: 2, data: 1, fsdp: 1, tensor: 1}",
+        rules=document.read("jgt:rules/pipeline").plain(),
+        options=("pipeline={signal: layers, microbatches: 2, schedule: 1f1b}",),
+        here="mesh={stage: 2, data: 2, fsdp: 2, tensor: 1}",
+    ),
     "phases": Layout(count=1, mesh="mesh={replica: 2, fsdp: 1}", rules=HYBRID, options=(PHASES,), here=REPLICAS),
     "phases2": Layout(count=2, mesh="mesh={replica: 2, fsdp: 2}", rules=HYBRID, options=(PHASES,), here=REPLICAS),
     "late": Layout(count=1, mesh="mesh={replica: 2, fsdp: 1}", rules=HYBRID, options=(LATE,), here=REPLICAS),
@@ -112,7 +127,8 @@ LAYOUTS = {
         here="mesh={data: 2, expert: 4}",
     ),
 }
-SYNC = tuple(name for name, layout in LAYOUTS.items() if layout.here)
+SYNC = tuple(name for name in LAYOUTS if name.startswith(("phases", "late")))
+PLAIN = ("1", "2", "experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,13 +144,16 @@ class Straight:
 @pytest.fixture(scope="module")
 def runs(nursery, tiny_file, tmp_path_factory):
     """The uninterrupted runs, and all that a killed one needs to be started with the same command."""
-    return Runs(nursery, tiny_file, tmp_path_factory.mktemp("runs"))
+    found = Runs(nursery, tiny_file, tmp_path_factory.mktemp("runs"))
+    yield found
+    found.close()
 
 
 class Runs:
     def __init__(self, nursery, tiny_file, folder):
         self._nursery, self._file, self._folder = nursery, tiny_file, folder
         self._texts = folder / "texts.jsonl"
+        self._servers, self._on = {}, {}
         for name, layout in LAYOUTS.items():
             self._rules(name).write_text(document.dump(layout.rules))
         # Many short documents, so that encoding takes long enough to be hit.
@@ -144,9 +163,35 @@ class Runs:
     def start(self, folder, name, *more):
         """Starts the processes of a run with this layout. Their logs are beside its folder."""
         return [
-            self._nursery.start([*self._arguments(folder, name), *more, *joined], folder.with_suffix(f".{i}.log"))
+            self._nursery.start(
+                [*self._arguments(folder, name), *more, *joined], folder.with_suffix(f".{i}.log"), self._environment(folder)
+            )
             for i, joined in enumerate(self._joined(LAYOUTS[name].count))
         ]
+
+    def put_on(self, store, folder):
+        """From now on, the run of this folder has its checkpoints on a store, which fails in some requests."""
+        if store not in self._servers:
+            self._servers[store] = Server(store)
+            self._servers[store].faults(**FAULTS)
+        self._on[folder] = self._servers[store]
+        # To look at the bucket from here.
+        os.environ.update(self._on[folder].environment)
+
+    def place(self, folder):
+        """The URL or the folder of a run."""
+        return f"{self._on[folder].url}/{folder.parent.name}/{folder.name}" if folder in self._on else folder
+
+    def steps(self, folder):
+        """The steps of a run."""
+        return open_steps(f"{self.place(folder)}/{FOLDER}" if folder in self._on else folder / FOLDER)
+
+    def close(self):
+        for server in self._servers.values():
+            server.close()
+
+    def _environment(self, folder):
+        return self._on[folder].environment if folder in self._on else {}
 
     def _joined(self, count):
         port = free_port()
@@ -157,7 +202,16 @@ class Runs:
 
     def _arguments(self, folder, name):
         layout, data = LAYOUTS[name], f"data={{source: jsonl, path: {self._texts}, eval_tokens: 0}}"
-        options = [f"run.dir={folder}", f"rules={self._rules(name)}", layout.mesh, "devices.virtual_cpu=2", data, *layout.options]
+        spool = [f"run.spool={folder}", "run.copy_seconds=1", "run.lease_seconds=15"] if folder in self._on else []
+        options = [
+            f"run.dir={self.place(folder)}",
+            *spool,
+            f"rules={self._rules(name)}",
+            layout.mesh,
+            "devices.virtual_cpu=2",
+            data,
+            *layout.options,
+        ]
         return ["--config", str(self._file), *options, *OVERRIDES]
 
     def straight(self, name):
@@ -181,7 +235,7 @@ class Runs:
 
     def outcome(self, folder, name):
         """The state at the end, with its place in it, and the loss of every step."""
-        found, reports = find_checkpoint(folder)
+        found, reports = find_checkpoint(self.place(folder))
         assert reports == [] and found.manifest.step == STEPS
         setup = self._setup(name)
         state = jax.device_get(restore(found, setup.shapes, setup.shardings))
@@ -191,10 +245,10 @@ class Runs:
 
 def ended(children):
     """Waits for the processes of a run to end by themselves. Returns their exit codes."""
-    return [child.wait() for child in children]
+    return [child.wait(LONGEST_SECONDS) for child in children]
 
 
-def begins(moment, folder, cache, seconds):
+def begins(moment, folder, steps, cache, seconds):
     """A function that says whether a moment of this start has begun. seconds: how long the start takes at most."""
     until, now, cached = time.monotonic() + seconds, time.time(), len(list(cache.iterdir()))
     left = set((folder / "data").glob("*.tmp"))
@@ -202,10 +256,10 @@ def begins(moment, folder, cache, seconds):
         "encode": lambda: set((folder / "data").glob("*.tmp")) - left,
         "compile": lambda: any(row["phase"] in ("init", "restore") and row["time"] > now for row in rows(folder / "events.jsonl")),
         "cache": lambda: len(list(cache.iterdir())) > cached,
-        "saved": lambda: (folder / FOLDER).exists() and Steps(folder / FOLDER).listed(),
+        "saved": lambda: steps.listed(),
         # The last step of a phase begins now.
         "exchange": lambda: any(row["step"] % 3 == 2 and row["time"] > now for row in rows(folder / "metrics.jsonl")),
-        "retention": lambda: (folder / FOLDER / TRASH).exists() or len(Steps(folder / FOLDER).listed()) > KEEP,
+        "retention": lambda: (folder / FOLDER / TRASH).exists() or len(steps.listed()) > KEEP,
         "anywhere": lambda: time.monotonic() > until,
     }[moment]
 
@@ -224,15 +278,20 @@ def kill(children, moment, has_begun, chance):
     return any(there)
 
 
-def check_end(folder, codes, *, killed):
+def check_end(folder, codes, steps, *, killed):
     """The processes of a run ended well unless they were killed, and every listed step is complete."""
     log = folder.with_suffix(".0.log")
     # A process that is killed at once has not opened its log.
     output = log.read_text() if log.exists() else ""
     assert killed or not any(codes), output
     assert "damaged" not in output
-    steps = Steps(folder / FOLDER)
-    assert all(steps.read(step).step == step for step in steps.listed())
+    assert all(steps.open(step).manifest.step == step for step in steps.listed())
+
+
+def orphans(steps):
+    """Objects of a bucket that no step has."""
+    kept = {steps.open(step).manifest.objects.folder for step in steps.listed()}
+    return [name for name in steps.bucket.names("data/") if name.split("/")[1] not in kept]
 
 
 def prepared(folder, straight, resume):
@@ -249,7 +308,7 @@ def prepared(folder, straight, resume):
 def shares():
     """The slow tests: name, resume, moments."""
     chance = random.Random(0)
-    for name, resume in itertools.product([name for name in LAYOUTS if name not in SYNC], ("auto", "never", "path")):
+    for name, resume in itertools.product(PLAIN, ("auto", "never", "path")):
         for share in range(SHARES if resume == "auto" else SHARES // 2):
             moments = ["encode", chance.choice(["compile", "cache"]), *chance.choices(LATER, k=6)]
             yield pytest.param(name, resume, moments, marks=pytest.mark.slow, id=f"{name}-{resume}-{share}")
@@ -267,6 +326,25 @@ def shares():
     ],
 )
 def test_a_killed_run_ends_where_the_unbroken_one_ends(name, resume, moments, runs, tmp_path):
+    kill_and_compare(name, resume, moments, runs, tmp_path)
+
+
+def bucket_shares():
+    """The tests on a bucket: store, name, moments."""
+    chance, names = random.Random(1), ["1", "2", "experts", "pipeline"]
+    yield pytest.param("s3", "1", ["saved", "anywhere"], id="s3-short", marks=pytest.mark.slow)
+    for store, count in (("s3", 20), ("gs", 8)):
+        for share in range(count):
+            yield pytest.param(store, names[share % 4], chance.choices(ON_BUCKETS, k=5), id=f"{store}-{share}", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("store", "name", "moments"), [*bucket_shares()])
+def test_a_killed_run_on_a_bucket_ends_where_the_unbroken_one_ends(store, name, moments, runs, tmp_path):
+    pytest.importorskip("moto")
+    kill_and_compare(name, "auto", moments, runs, tmp_path, store)
+
+
+def kill_and_compare(name, resume, moments, runs, tmp_path, store=None):
     straight, chance, left = runs.straight(name), random.Random(str(moments)), list(moments)
     cache = tmp_path / "compiled"
     cache.mkdir()
@@ -274,17 +352,20 @@ def test_a_killed_run_ends_where_the_unbroken_one_ends(name, resume, moments, ru
     options = [f"checkpoint.keep={KEEP}", *([f"xla.cache={cache}"] if {"compile", "cache"} & set(moments) else [])]
     for life in itertools.count():
         folder = tmp_path / f"broken{life}"
+        if store is not None:
+            runs.put_on(store, folder)
+        steps = runs.steps(folder)
         more, first = prepared(folder, straight, resume)
         killed = True
         while left and killed:
             # A run that ends before the moment comes has had its chance of it.
             moment = left.pop(0)
-            has_begun = begins(moment, folder, cache, chance.uniform(0.1, straight.seconds))
+            has_begun = begins(moment, folder, steps, cache, chance.uniform(0.1, straight.seconds))
             children = runs.start(folder, name, *options, *more)
             killed = kill(children, moment, has_begun, chance)
-            check_end(folder, ended(children), killed=killed)
+            check_end(folder, ended(children), steps, killed=killed)
         if killed:
-            check_end(folder, ended(runs.start(folder, name, *options, *more)), killed=False)
+            check_end(folder, ended(runs.start(folder, name, *options, *more)), steps, killed=False)
         states, losses = runs.outcome(folder, name)
         assert losses == {step: loss for step, loss in straight.losses.items() if step >= first}
         assert states.keys() == straight.states.keys()
@@ -292,5 +373,6 @@ def test_a_killed_run_ends_where_the_unbroken_one_ends(name, resume, moments, ru
         for place, expected in straight.states.items():
             np.testing.assert_array_equal(states[place], expected, err_msg=place)
         assert not [*folder.glob("data/*.tmp"), *folder.glob(f"{FOLDER}/*.saving"), *folder.glob(f"{FOLDER}/{TRASH}")]
+        assert store is None or not orphans(steps)
         if not left:
             break

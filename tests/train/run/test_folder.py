@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from jgt.document import InputError
+from train.command_line import InUseError
 from train.config import load
-from train.run.folder import InUseError, lock_folder, move_earlier_run
+from train.run.folder import lock_folder, move_earlier_run
 from train.run.history import begin_folder
 from train.run.identity import Resume, check_data, check_folder, check_weights, read_resume
 
@@ -134,7 +135,7 @@ def test_the_command_line_says_what_to_go_on_from(tmp_path):
 def test_a_run_with_checkpoints_of_its_own_needs_no_origin(tmp_path):
     (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
     gone = tmp_path / "gone"
-    assert read_resume(str(gone), [], tmp_path / "run") == Resume(path=gone)
+    assert read_resume(str(gone), [], tmp_path / "run" / "checkpoints") == Resume(path=gone)
 
 
 def test_all_that_is_wrong_with_it_is_told_at_once(tmp_path):

@@ -1,0 +1,172 @@
+"""Whole runs in a bucket: resumed here and elsewhere, refused while another one has it, read by commands."""
+
+import json
+import shutil
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from jgt.document import InputError
+from runs import rows
+from train.checkpoint.disk import DiskError
+from train.checkpoint.restore import restore
+from train.checkpoint.saved import find_checkpoint
+from train.checkpoint.steps import open_steps
+from train.command_line import InUseError
+from train.config import load
+from train.records.console import Screen
+from train.report.__main__ import compare, main, plot
+from train.run.identity import Resume, check_places
+from train.run.train import train
+from train.setup import prepare
+from train.store.bucket import Bucket, StoreError
+from train.store.lease import Lease
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"file://{tmp_path}/store/run"
+
+
+@pytest.fixture
+def start(tiny_file, tmp_path, url):
+    """Starts the run of the bucket in a local folder, up to a step."""
+
+    def _start(spool, steps, *overrides, resume=None):
+        own = [f"run.dir={url}", f"run.spool={tmp_path / spool}", "run.lease_seconds=3", "checkpoint.every=2", f"train.steps={steps}"]
+        run = load(tiny_file, [*own, *overrides])
+        check_places(run, resume or Resume())
+        return train(run, resume)
+
+    return _start
+
+
+def state_in(place, run):
+    setup = prepare(run)
+    return jax.device_get(restore(find_checkpoint(place)[0], setup.shapes, setup.shardings))
+
+
+def test_a_run_goes_on_on_another_machine_as_if_it_had_not_moved(start, tiny, url, tmp_path, capsys):
+    train(tiny("train.steps=6", "checkpoint.every=2"))
+    start("here", 4)
+    start("there", 6)
+    # What this folder has is older than the bucket.
+    start("here", 6)
+    assert "Already at step 6 of 6" in capsys.readouterr().out
+    straight = [row["loss"] for row in rows(tmp_path / "run" / "metrics.jsonl")]
+    assert [row["loss"] for row in rows(tmp_path / "here" / "metrics.jsonl")] == straight
+    run = tiny("train.steps=6")
+    jax.tree.map(np.testing.assert_array_equal, state_in(url, run), state_in(tmp_path / "run", run))
+    records = {name for name in Bucket(url).names("records/") if "tensorboard" not in name}
+    assert {"records/config.yaml", "records/metrics.jsonl", "records/events.jsonl", "records/spool.json"} <= records
+    assert "lease.json" not in Bucket(url).names()
+
+
+def test_commands_read_a_run_in_a_bucket(start, url, tmp_path, capsys):
+    start("here", 4)
+    capsys.readouterr()
+    assert main([url, "--json"]) == 0
+    of_url = json.loads(capsys.readouterr().out)
+    assert main([str(tmp_path / "here"), "--json"]) == 0
+    assert of_url == {**json.loads(capsys.readouterr().out), "run": url}
+    assert plot([url, "--terminal"]) == 0
+    assert compare([url, str(tmp_path / "here")]) == 0
+    capsys.readouterr()
+    assert main([f"{url}/nothing"]) == 2
+    assert "is not a run: it has no records/" in capsys.readouterr().err
+
+
+def test_a_log_is_sent_in_parts_and_put_together(start, url, tmp_path):
+    start("here", 2)
+    log = tmp_path / "here" / "events.jsonl"
+    log.write_bytes(log.read_bytes() + b"%s\n" % (b"x" * 3_000_000))
+    start("here", 2)
+    assert Bucket(url).names("records/events") == [f"records/events.jsonl{part}" for part in ("", ".~1", ".~2")]
+    start("there", 2)
+    assert (tmp_path / "there" / "events.jsonl").read_bytes().startswith(log.read_bytes())
+
+
+def test_a_local_folder_of_another_run_is_not_touched(start, tmp_path):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "metrics.jsonl").write_text("{}\n")
+    with pytest.raises(InputError, match=r"here: has files of another run, .* Name another one \(run\.spool="):
+        start("here", 2)
+    assert (tmp_path / "here" / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_a_run_that_another_one_uses_is_refused(start, url):
+    start("here", 2)
+    holder = Lease(Bucket(url), 3.0, "elsewhere")
+    holder.take()
+    holder.keep()
+    with pytest.raises(InUseError, match="is using file://"):
+        start("there", 4)
+    holder.release()
+    assert open_steps(f"{url}/checkpoints").listed() == [2]
+    start("there", 4)
+
+
+def test_a_run_that_loses_its_lease_stops_and_writes_nothing_more(start, url, monkeypatch):
+    plain, before = Screen.step, {}
+
+    def step(self, number, total, metrics):
+        plain(self, number, total, metrics)
+        if number == 3:
+            bucket = Bucket(url)
+            bucket.write("lease.json", b'{"start": "other"}')
+            # Until the thread has renewed it.
+            threading.Event().wait(2)
+            before.update({name: bucket.read(name).content for name in bucket.names()})
+
+    monkeypatch.setattr(Screen, "step", step)
+    with pytest.raises(InUseError, match="another run has taken the lease"):
+        start("here", 200, "train.log_every=1")
+    bucket = Bucket(url)
+    assert {name: bucket.read(name).content for name in bucket.names()} == before
+
+
+def test_expired_credentials_at_a_start_change_nothing(start, url, monkeypatch):
+    start("here", 2)
+
+    def refused(*_, **__):
+        raise StoreError(5, "PERMISSION_DENIED: ExpiredToken", url)
+
+    for method in ("read", "write"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Bucket, method, refused)
+            with pytest.raises(DiskError, match=r"ExpiredToken. No checkpoint was changed"):
+                start("here", 4)
+    assert open_steps(f"{url}/checkpoints").listed() == [2]
+    start("here", 4)
+
+
+def test_expired_credentials_during_a_run_cost_saves(start, url, monkeypatch, capsys):
+    plain = Bucket.write
+
+    def write(self, name, content, version=None):
+        if name.startswith("data/4-"):
+            raise StoreError(5, "PERMISSION_DENIED: ExpiredToken", url)
+        return plain(self, name, content, version)
+
+    monkeypatch.setattr(Bucket, "write", write)
+    start("here", 8)
+    assert "a checkpoint could not be saved" in capsys.readouterr().err
+    # The next save may find out that it has failed, and is not made then.
+    listed = open_steps(f"{url}/checkpoints").listed()
+    assert (listed[0], listed[-1]) == (2, 8) and 4 not in listed
+
+
+def test_an_earlier_run_in_a_bucket_is_not_moved(start):
+    start("here", 2)
+    with pytest.raises(InputError, match=r"--resume: never: .* Name another URL"):
+        start("here", 2, resume=Resume(never=True))
+
+
+def test_a_lost_folder_costs_no_line(start, tmp_path):
+    start("here", 4)
+    before = (tmp_path / "here" / "metrics.jsonl").read_bytes()
+    shutil.rmtree(tmp_path / "here")
+    start("here", 4)
+    assert (tmp_path / "here" / "metrics.jsonl").read_bytes() == before
