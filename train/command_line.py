@@ -97,9 +97,13 @@ _MAX_TOKEN = 4_096
 _JOIN_SECONDS, _LOCAL_JOIN_SECONDS = 300.0, 30.0
 
 
-def add_model(parser: argparse.ArgumentParser, example: str) -> None:
+def add_model(parser: CommandParser, example: str) -> None:
     """Adds the arguments that name a model. example: an override that the command's users may want."""
-    parser.add_argument("model", metavar="MODEL", help="a run directory, one of the steps in its checkpoints, or a folder of Hugging Face")
+    parser.takes_urls = True
+    what = (
+        "a run directory, one of the steps in its checkpoints, or a folder of Hugging Face, which may be a URL such as s3://BUCKET/FOLDER"
+    )
+    parser.add_argument("model", metavar="MODEL", help=what)
     keys = f"values that replace those of the run's file, such as mesh={{fsdp: 8}} or {example}"
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help=keys)
     code = "a Python file or folder with the run's own code; repeatable"

@@ -22,6 +22,8 @@ from jgt.document import Bound, InputError, LocalPath, Node, path_problem, shown
 
 from ..code.names import OR_OWN, SHIPPED_DATA, is_name
 from ..sections import is_installed
+from ..store.bucket import bucket_problem, is_url
+from ..store.cache import ObjectCache
 from .chat.keys import CHATS, ChatKeys
 from .files import Finder, standard_library
 
@@ -50,15 +52,15 @@ SUFFIXES: Mapping[str, tuple[str, ...]] = {
 class _SourceKeys(ChatKeys):
     """The keys that a single source and a part of a mixture share.
 
-    path: a file, a folder (all files below it) or a glob; relative to the working directory.
+    path: a file, a folder (all files below it) or a glob; relative to the working directory. Or the URL of such, as in s3://BUCKET/*.bin.
     eval_path: held-out data, named in the same way. null: the last `eval_tokens` tokens of `path` are held out.
     field: the field of a JSON line, or the column, that contains the text; for the sources jsonl, parquet and arrow.
     tokenizer: `bytes`, or the path of a tokenizer.json. For the source tokens it only decodes samples.
     dtype: the type of the ids in .bin files without a header; for the source tokens.
     """
 
-    path: LocalPath | None = None
-    eval_path: LocalPath | None = None
+    path: Annotated[str, bucket_problem] | None = None
+    eval_path: Annotated[str, bucket_problem] | None = None
     field: str = "text"
     tokenizer: LocalPath = BYTES
     dtype: Literal["uint16", "uint32"] = "uint16"
@@ -122,6 +124,8 @@ class DataConfig(_SourceKeys):
     end_of_text: the id that ends a document in token files; for documents: mask.
     order: the order of the tokens of a row on the devices. zigzag: as rules with `context:` compute attention.
     mixture: the parts, each with a weight; for the source mixture.
+    cache: for URLs, the folder of local copies. null: jgt/objects in the user's folder of caches.
+    cache_bytes: the limit of all copies in that folder together. null: the disk's.
     """
 
     source: Annotated[_Source, f"A dataset of Hugging Face is hf:NAME. {OR_OWN}"] = "stdlib"
@@ -131,6 +135,13 @@ class DataConfig(_SourceKeys):
     end_of_text: Annotated[int, Bound(low=0, high=2**31 - 1)] | None = None
     order: Literal["plain", "zigzag"] = "plain"
     mixture: tuple[MixturePart, ...] = ()
+    cache: LocalPath | None = None
+    cache_bytes: Annotated[int, Bound(low=1, high=10**15)] | None = None
+
+    @property
+    def copies(self) -> ObjectCache:
+        """The cache of objects."""
+        return ObjectCache(folder=self.cache, most_bytes=self.cache_bytes)
 
     @staticmethod
     def variant(node: Node) -> type:
@@ -265,7 +276,7 @@ def path_problems(config: DataConfig | OwnData) -> Iterator[Problem]:
             yield from (("source" if key == "path" else key, message) for key, message in _part_path_problems(part, Finder()))
         return
     # One finder for all paths: its budget of names is for the whole config.
-    finder = Finder()
+    finder = Finder(config.copies)
     for index, part in enumerate(config.parts()):
         prefix = f"mixture[{index}]." if config.source == "mixture" else ""
         yield from ((prefix + key, message) for key, message in (*_missing(part), *_part_path_problems(part, finder)))
@@ -285,12 +296,12 @@ def _missing(part: MixturePart) -> Iterator[Problem]:
 
 
 def _part_path_problems(part: MixturePart, finder: Finder) -> Iterator[Problem]:
-    whole: dict[str, tuple[Path, ...]] = {}
+    whole: dict[str, list[str]] = {}
     for key, path in (("path", part.path), ("eval_path", part.eval_path)):
         if path is None:
             continue
         try:
-            matches = finder.files(path).paths
+            matches = finder.names(path)
             problems = list(_file_problems(path, part.source, matches))
             whole |= {} if problems else {key: matches}
         except InputError as error:
@@ -300,36 +311,41 @@ def _part_path_problems(part: MixturePart, finder: Finder) -> Iterator[Problem]:
         if len(problems) > _MAX_PROBLEMS:
             yield key, f"and {len(problems) - _MAX_PROBLEMS:,} more such files"
     # Links are resolved, because two names may lead to one file.
-    trained_on = {file.resolve() for file in whole.get("path", ())}
-    if shared := [file for file in whole.get("eval_path", ()) if file.resolve() in trained_on]:
+    trained_on = {_resolved(file) for file in whole.get("path", ())}
+    if shared := [file for file in whole.get("eval_path", ()) if _resolved(file) in trained_on]:
         more = f" (and {len(shared) - 1} more files)" if len(shared) > 1 else ""
         matches = f"{shared[0]} is training data too{more}: path {part.path} matches it as well"
         yield "eval_path", f"{matches}. Keep held-out files apart"
 
 
-def _file_problems(path: str, source: str, matches: tuple[Path, ...]) -> Iterator[str]:
+def _resolved(file: str) -> str:
+    return file if is_url(file) else os.path.realpath(file)
+
+
+def _file_problems(path: str, source: str, matches: list[str]) -> Iterator[str]:
     if not matches:
-        here = f"(working directory: {Path.cwd()})"
+        here = "" if is_url(path) else f" (working directory: {Path.cwd()})"
         if not path_problem(path, "folder"):
             yield f"the folder {path} has no files"
         else:
-            yield f"no file matches {path} {here}" if glob.has_magic(path) else f"no such file or folder: {path} {here}"
+            yield f"no file matches {path}{here}" if glob.has_magic(path) else f"no such file or folder: {path}{here}"
     for file in matches:
-        if problem := path_problem(file):
+        if not is_url(file) and (problem := path_problem(file)):
             yield f"{file} cannot be read: {problem}"
-        elif not os.access(file, os.R_OK):
+        elif not is_url(file) and not os.access(file, os.R_OK):
             yield f"no permission to read {file}"
-        elif file.suffix not in (ends := SUFFIXES.get(source, (file.suffix,))):
+        elif Path(file).suffix not in (ends := SUFFIXES.get(source, (Path(file).suffix,))):
             kind = "a token file" if source == "tokens" else f"a file of the source {source}"
             folder = Path(path).parent if path_problem(path, "folder") else Path(path)
+            there = f"{file.rpartition('/')[0]}/*{ends[0]}" if is_url(file) else folder / f"*{ends[0]}"
             yield (
                 f"{file} is not {kind}: its name must end in {' or '.join(end for end in ends if end != '.idx')}. "
-                f"To choose among a folder's files, use a glob such as {folder / f'*{ends[0]}'}"
+                f"To choose among a folder's files, use a glob such as {there}"
             )
-    if matches and all(file.suffix == ".idx" for file in matches):
+    if matches and all(Path(file).suffix == ".idx" for file in matches):
         yield f"{matches[0]} is only an index. Name the .bin file beside it"
-    packed = [file for file in matches if file.suffix == ".zst"] if source in ("text", "jsonl", *CHATS) else []
-    columns = [file for file in matches if file.suffix in SUFFIXES["parquet"]] if source in CHATS else []
+    packed = [file for file in matches if Path(file).suffix == ".zst"] if source in ("text", "jsonl", *CHATS) else []
+    columns = [file for file in matches if Path(file).suffix in SUFFIXES["parquet"]] if source in CHATS else []
     if columns and not is_installed("pyarrow"):
         yield f"{columns[0]} needs the package pyarrow. Install it: pip install 'jgt[data]'"
     if packed and not is_installed("zstandard"):

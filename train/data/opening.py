@@ -51,7 +51,16 @@ def open_data(
         tokenizer = open_tokenizer(config.parts()[0].tokenizer)
     with _located(where, "data.documents"):
         end = _end_of_documents(config, tokenizer, vocab)
-    opener = Opener(tokenizer=tokenizer, seq=seq, vocab=vocab, end=end, eval_tokens=config.eval_tokens, cache_dir=cache_dir, where=where)
+    opener = Opener(
+        tokenizer=tokenizer,
+        seq=seq,
+        vocab=vocab,
+        end=end,
+        eval_tokens=config.eval_tokens,
+        cache_dir=cache_dir,
+        where=where,
+        copies=config.copies,
+    )
     splits, problems = [], list[str]()
     for part, prefix in zip(config.parts(), prefixes, strict=True):
         with InputError.collect(problems):

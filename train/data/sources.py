@@ -15,6 +15,7 @@ from pathlib import Path
 
 from jgt.document import InputError, shown
 
+from ..store.cache import ObjectCache
 from .chat.answers import IDS
 from .chat.keys import CHATS, has_pairs
 from .chat.rows import ChatRows, Pairs
@@ -63,6 +64,7 @@ class Splits:
 class Opener:
     """Opens the parts of one config. where(key): file and line of a dotted key, for messages.
 
+    copies: the cache of objects.
     end: the token that is to end every document, also where files of text otherwise just follow each other; None if they shall.
     """
 
@@ -73,13 +75,14 @@ class Opener:
     eval_tokens: int | None
     cache_dir: Path
     where: Callable[[str], str]
+    copies: ObjectCache
 
     def splits(self, part: MixturePart, prefix: str) -> Splits:
         """Opens the files of a part and checks every token. `path_problems` must have found nothing. Raises InputError.
 
         prefix: `data.` or `data.mixture[0].`, which precedes the part's keys in the run's file.
         """
-        files = Finder().files(part.path) if part.path is not None else standard_library()
+        files = Finder(self.copies).files(part.path) if part.path is not None else standard_library()
         template = self._template(part, prefix) if part.source in CHATS else None
         train, too_small = self._checked(part, prefix, "path", files, template)
         fingerprint = {"source": part.source, **_identity(files)}
@@ -90,7 +93,7 @@ class Opener:
             fingerprint["tokenizer"] = self.tokenizer.identity
         held_out = None
         if part.eval_path is not None:
-            eval_files = Finder().files(part.eval_path)
+            eval_files = Finder(self.copies).files(part.eval_path)
             held_out, more = self._checked(part, prefix, "eval_path", eval_files, template)
             too_small += more
             fingerprint |= {f"eval_{key}": value for key, value in _identity(eval_files).items()}

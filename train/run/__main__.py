@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import Path
 
 from jgt import CommandParser
 from jgt.document import InputError, Node, bind
@@ -16,6 +15,7 @@ from jgt.document import InputError, Node, bind
 from ..command_line import RunParser, whole_number
 from ..config import load
 from ..models.config import ModelConfig
+from ..store.cache import local_folder
 from ..weights.described import published
 
 
@@ -79,7 +79,7 @@ def inspect(argv: Sequence[str] | None = None) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    described, problems = published(Path(arguments.path)), list[str]()
+    described, problems = published(local_folder(arguments.path, "config.json")), list[str]()
     config: ModelConfig | None = bind(Node.of(dict(described.keys), f"{described.file}:1", "model"), ModelConfig, problems)
     if config is None or problems:
         raise InputError(problems)
@@ -91,6 +91,7 @@ def _inspect(arguments: argparse.Namespace) -> None:
 def inspect_parser() -> CommandParser:
     """The command line of `jgt inspect`."""
     parser = CommandParser("jgt inspect", "Shows the model that a folder of Hugging Face, or a config.json, describes.")
+    parser.takes_urls = True
     parser.add_argument("path", metavar="PATH", help="a folder with config.json, or a config.json alone")
     parser.add_argument("--tensors", action="store_true", help="show the tensors of every parameter")
     return parser

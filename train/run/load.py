@@ -34,6 +34,8 @@ from ..setup import Setup, prepare
 from ..setup.layout import mesh_layout
 from ..setup.published import published_params
 from ..step.trained import merged
+from ..store.bucket import is_url
+from ..store.cache import local_folder
 from .api import listed, own_code, start_jax_here
 from .folder import CONFIG
 from .replicas import restored_of_one
@@ -58,6 +60,8 @@ def load_model(
     generates: bool = False,
 ) -> Loaded:
     """The model of a run directory's newest checkpoint, of one of its checkpoints, or of a folder of Hugging Face, with or without `hf:`.
+
+    The folder may be the URL of one in a bucket, of which a copy is read.
 
     overrides: changes of the run's config. model, loss, data, code: the run's own parts, as in `run_here`. mesh, rules: the layout of the
     arrays: sizes by axis, and rules, which are the run's if only a mesh is given. sharded: whether mesh and rules are the run's. Without
@@ -94,7 +98,9 @@ def load_writer(path: str, overrides: Sequence[str], code: Sequence[str]) -> Loa
 
 def _folder(name: str) -> tuple[Path, bool]:
     """The run directory around a path, or the folder of a published model, and whether it is one. Raises InputError."""
-    path = Path(name.removeprefix(_PUBLISHED))
+    if is_url(url := name.removeprefix(_PUBLISHED)):
+        return local_folder(url), True
+    path = Path(url)
     around = next((f for f in (path, *path.absolute().parents[:2]) if (f / CONFIG).is_file()), None)
     if name.startswith(_PUBLISHED) or (around is None and (path / "config.json").is_file()):
         return path, True

@@ -75,6 +75,13 @@ def test_rows_are_samples(source):
     assert not data.notes
 
 
+def test_a_dataset_in_a_bucket_is_that_of_its_copy(source, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    here, there = (opened(one, columns=COLUMNS) for one in (source, source.replace("hf:", "hf:file://")))
+    ours, theirs = (taken(data.train_batches(0, BATCH, range(BATCH)), 9) for data in (here, there))
+    assert ours == theirs and list((tmp_path / "jgt/objects/blobs").iterdir())
+
+
 @pytest.mark.parametrize("buffer", [0, 7])
 def test_a_run_continues_bit_for_bit_wherever_it_was_stopped(source, buffer):
     keys = {"columns": COLUMNS, "shuffle_buffer": buffer, "resume": "exact"}
@@ -252,6 +259,14 @@ def test_members_are_decoded_by_their_endings(tar_source, tars):
     assert batch["png"].dtype == np.uint8 and batch["png"].shape == (14, 4, 5, 3)
     np.testing.assert_array_equal(batch["png"][13], 13)
     assert [x["id"] for x in taken(data.eval_batches(ROWS, range(ROWS)), 2)] == [[*range(48, 60)]]
+
+
+def test_tars_in_a_bucket_are_those_of_their_copies(tar_source, tmp_path):
+    keys = {"columns": ["id"], "shuffle_buffer": 7}
+    by_url = opened(tar_source.replace("tar:", "tar:file://"), cache=str(tmp_path), cache_bytes=10**9, **keys)
+    ours, theirs = (taken(data.train_batches(0, BATCH, range(BATCH)), 16) for data in (by_url, opened(tar_source, **keys)))
+    assert ours == theirs and len(list((tmp_path / "blobs").iterdir())) == FILES
+    assert "cache_bytes: must be a whole number, not '1GB'" in refused(tar_source, cache_bytes="1GB")
 
 
 @pytest.mark.parametrize(("shards", "buffer"), [(1, 0), (1, 7), (3, 0), (6, 0)])

@@ -34,6 +34,15 @@ def test_logits_of_a_published_model(name, layout):
     assert np.abs(found[:2, ::5] - logits).max() < bound
 
 
+def test_a_published_model_in_a_bucket_is_that_of_its_copy(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    tokens, logits, bound = golden("llama3")
+    loaded = jgt.load(f"hf:file://{GOLDENS}/llama3")
+    assert np.abs(loaded.logits(tokens)[:, ::5] - logits).max() < bound and str(loaded.config.hf).startswith(str(tmp_path))
+    with pytest.raises(jgt.InputError, match=r"file:///.*: is no folder of Hugging Face: it has no config.json"):
+        jgt.load(f"file://{tmp_path}")
+
+
 @pytest.mark.slow
 def test_experts_of_a_published_model_are_loaded():
     tokens, logits, bound = golden("qwen3_moe")

@@ -20,7 +20,9 @@ from jgt.document import InputError, nearest, shown
 
 from ...code.files import Code
 from ...code.names import FAILURES, described, load_object
+from ...store.bucket import is_url
 from ..config import BYTES, OwnData
+from ..files import Finder
 from ..special import WAYS_TO_NAME_AN_END
 from ..tokenizer import open_tokenizer
 from .tars import column_names, tar_files
@@ -45,7 +47,8 @@ def _hugging_face(path: str, place: _Place) -> Callable[..., Any]:
     @functools.cache
     def builder(name: str | None) -> Any:
         try:
-            return importlib.import_module("datasets").load_dataset_builder(path, name)
+            there = str(Finder().files(path).root) if is_url(path) else path
+            return importlib.import_module("datasets").load_dataset_builder(there, name)
         except FAILURES as error:
             # Only this error is about the name, and it lists the names that there are.
             key, folder = "name" if "BuilderConfig" in str(error) else "source", Path(path).parent

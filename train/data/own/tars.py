@@ -7,6 +7,7 @@ pickles, and no member is larger than its file.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import json
@@ -17,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from jgt.document import nearest, shown
+from jgt.document import InputError, nearest, shown
 
+from ...store.cache import ObjectCache
 from ..files import Finder
 
 _IMAGES = ("jpg", "jpeg", "png", "webp")
@@ -129,9 +131,25 @@ def _value(kind: str, content: bytes) -> Any:
 def tar_files(path: str) -> Callable[..., Any]:
     """A function that returns the samples of a shard of tar files, and the held-out ones. path: a file, a folder or a glob."""
 
-    def tar(shard: int, shards: int, *, eval_path: str | None = None, columns: Sequence[str] | None = None) -> tuple[Any, Any]:
-        paths = Finder().files(path).paths
-        held = None if eval_path is None else _Tars(Finder().files(str(eval_path)).paths, columns)
+    # A URL is not asked again for each shard and epoch.
+    @functools.cache
+    def files(place: str, cache: ObjectCache) -> Sequence[Path]:
+        return Finder(cache).files(place).paths
+
+    def tar(
+        shard: int,
+        shards: int,
+        *,
+        eval_path: str | None = None,
+        columns: Sequence[str] | None = None,
+        cache: str | None = None,
+        cache_bytes: Any = None,
+    ) -> tuple[Any, Any]:
+        if not isinstance(cache_bytes, int | None):
+            raise InputError([f"data.cache_bytes: must be a whole number, not {shown(cache_bytes)}"])
+        copies = ObjectCache(folder=cache, most_bytes=cache_bytes)
+        paths = files(path, copies)
+        held = None if eval_path is None else _Tars(files(str(eval_path), copies), columns)
         # With fewer files than shards, each shard reads all of them.
         return _Tars(paths[shard::shards], columns) if len(paths) >= shards else _Tars(paths, columns, shard, shards), held
 
