@@ -25,9 +25,9 @@ import jax
 import numpy as np
 import pytest
 from buckets import Server
+from runs import flags, free_port, rows
 
 from jgt import document
-from runs import flags, free_port, rows
 from train.checkpoint.restore import restore
 from train.checkpoint.saved import find_checkpoint
 from train.checkpoint.steps import FOLDER, open_steps

@@ -7,9 +7,9 @@ import threading
 import jax
 import numpy as np
 import pytest
+from runs import rows
 
 from jgt.document import InputError
-from runs import rows
 from train.checkpoint.disk import DiskError
 from train.checkpoint.restore import restore
 from train.checkpoint.saved import find_checkpoint
