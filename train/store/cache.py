@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from jgt.document import InputError, shown
 
@@ -35,8 +35,8 @@ from .bucket import Bucket, is_url
 _PIECE_BYTES = 1 << 26
 _THREADS, _SMALL_THREADS = 4, 32
 _SAY_SECONDS = 10.0
-_in_use: dict[Path, IO[bytes]] = {}
-"""The locks of the snapshots that this process uses."""
+_in_use: dict[Path, int] = {}
+"""The open files of the locks of the snapshots that this process uses, until it ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,8 @@ def _in_use_from_now(lock: Path) -> Iterator[None]:
         yield
         return
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(lock.open("ab"))
+        file = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o666)
+        stack.callback(os.close, file)
         fcntl.flock(file, fcntl.LOCK_SH)
         yield
         stack.pop_all()

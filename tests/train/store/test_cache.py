@@ -37,7 +37,7 @@ def end(monkeypatch):
 
     def _end():
         for file in caches._in_use.values():
-            file.close()
+            os.close(file)
         caches._in_use.clear()
 
     yield _end
