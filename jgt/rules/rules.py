@@ -61,7 +61,7 @@ Order = Literal["plain", "zigzag", "zigzag_rows"]
 class ContextRule:
     """The mesh axis that splits the sequence of a signal's attention, and how queries and keys meet.
 
-    order: the order in which devices compute; None: zigzag for a ring under a causal mask, else plain; zigzag_rows: that of the rows.
+    order: the order in which devices compute; None: zigzag for a causal ring, else plain; zigzag_rows: the rows have it already.
     between: the names of the tensors q, k, v and of the result.
     """
 

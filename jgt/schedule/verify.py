@@ -3,7 +3,7 @@
 A wrong table would not crash. In lockstep a stage that runs an item too early reads a slot that nothing has been written to, and training
 continues with wrong gradients. But the rules are local. F waits for F of the chunk before it and B for B of the chunk after it, both for
 one tick at least, since what is sent arrives in the next tick. B also waits for its own F, and W for its own B, which may share their tick.
-If every item comes late enough for its own rule, the whole table runs; there is no other way to deadlock.
+If every item comes late enough for its own rule, the whole table runs: a schedule can deadlock in no other way.
 """
 
 from __future__ import annotations

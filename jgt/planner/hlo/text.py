@@ -21,7 +21,7 @@ XLA prints a program as a header, tables of source lines (two of them side by si
       ROOT %loop = f32[4]{0} while(%x), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"5"}}
     }
 
-There are no nested scopes: a loop, a branch or a fusion names the computation that it runs (`body=%body`). ROOT marks a computation's
+Scopes are not nested: a loop, a branch or a fusion names the computation that it runs (`body=%body`). ROOT marks a computation's
 result. Because the program `is_scheduled`, the order of the lines is the order of execution. Frame 2, of `neg`, is line 44 of my_model.py,
 called from frame 1, line 97 of my_step.py: XLA prints a parent as its frame's number plus one, so that a frame without a parent appears to
 be its own.

@@ -40,7 +40,7 @@ def failing_nursery(tmp_path_factory, pytestconfig):
     folder = tmp_path_factory.mktemp("failing")
     library = folder / "failing.so"
     if shutil.which("gcc") is None:
-        pytest.skip("there is no compiler")
+        pytest.skip("no C compiler is installed")
     source = pytestconfig.rootpath / "tests" / "helpers" / "failing.c"
     subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), "-ldl"], check=True)
     with Nursery(folder / "compiled", pytestconfig.rootpath, {"LD_PRELOAD": str(library)}) as nursery:

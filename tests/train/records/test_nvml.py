@@ -20,7 +20,7 @@ int nvmlDeviceGetCurrentClocksThrottleReasons(void *handle, unsigned long long *
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     if shutil.which("gcc") is None:
-        pytest.skip("there is no compiler")
+        pytest.skip("no C compiler is installed")
     path = tmp_path_factory.mktemp("nvml") / "libfake.so"
     subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", str(path)], input=SOURCE, text=True, check=True)
     return path

@@ -16,7 +16,7 @@ def test_metrics_and_events(tmp_path, read_rows):
         pass
     records.event("step", 12.3456, 1.00004, steps=3)
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5, "mfu": None}]
-    # What comes between the phases is no part of this test.
+    # This test ignores what happens between the phases.
     save, step = (row for row in read_rows(tmp_path / "events.jsonl") if row["phase"] != "other")
     assert save.keys() == {"phase", "time", "seconds", "step"}
     assert step == {"phase": "step", "time": 12.346, "seconds": 1.0, "steps": 3}
