@@ -1,7 +1,7 @@
 """Writing a state into a bucket: its arrays in pieces, and what each process stores about its data. As `files.py` does for a folder.
 
-Training waits only while the shards are copied to the host. Then each process writes the pieces of its own shards, a few at a time, so that
-memory is the copy and a few pieces. A shard that several devices have is written by the one with replica 0.
+Training waits only while the shards are copied to the host, as with Orbax. Then each process writes the pieces of its own shards, a few at
+a time, so that memory is the copy and a few pieces. A shard that several devices have is written by the one with replica 0.
 
 A process that fails must free the others. So all meet after their writes, in JAX's coordination service because training goes on meanwhile,
 tell each other what failed, and wait for a bounded time. Only then the first process creates the manifest.
@@ -64,11 +64,7 @@ class ObjectsWriter:
             shard.data.copy_to_host_async()
         pieces = {path_text(path): piece_shape(x.shape, x.sharding.shard_shape(x.shape), x.dtype.itemsize) for path, x in leaves}
         self._shapes = tuple(pieces.values())
-        self._shards = [
-            # A copy: on CPUs the array is a view of the device's memory, which the next step takes.
-            (path, pieces[path], tuple(part.start or 0 for part in shard.index), np.array(shard.data, order="C"))
-            for path, shard in own
-        ]
+        self._shards = [(path, pieces[path], tuple(part.start or 0 for part in shard.index), _on_host(shard.data)) for path, shard in own]
 
     def wait(self) -> None:
         """Writes this process's shards, and returns when every process has. Raises OSError, on all processes, if one has failed."""
@@ -122,3 +118,12 @@ class ObjectsWriter:
     def _files(self) -> Iterator[tuple[str, bytes]]:
         if self._data is not None:
             yield f"data/{self._folder}/{DATA}/{jax.process_index()}.json", self._data.encode()
+
+
+def _on_host(x: jax.Array) -> np.ndarray[Any, Any]:
+    """The values of an array, which stay when a step takes its memory.
+
+    On CPUs they are a view: XLA leaves such memory alone, and gives the step a copy. Moments in the host's memory would be a view beside
+    accelerators too, where XLA may refuse the step.
+    """
+    return np.array(x) if x.sharding.memory_kind == "pinned_host" else np.asarray(x)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,21 @@ def test_a_state_comes_back_bit_for_bit_in_the_layout_asked_for(checkpoints, old
     for place, part in pieces(found, entry, most=128):
         whole[place] = part
     np.testing.assert_array_equal(whole, saved.params["kernel"])
+
+
+def test_a_step_that_takes_the_memory_of_a_state_changes_nothing_of_its_save(checkpoints, monkeypatch):
+    step, begun, plain = jax.jit(lambda x: x + 1, donate_argnums=0), threading.Event(), Bucket.write
+    monkeypatch.setattr(Bucket, "write", lambda self, *args: begun.wait(60) and plain(self, *args))
+    kernel = step(state_on(SPECS[1]).params["kernel"])
+    before = np.array(kernel)
+    checkpoints.save(State(jnp.asarray(3), {"kernel": kernel}, {}), 1, samples=1)
+    later = step(kernel)
+    last = step(later)
+    begun.set()
+    checkpoints.wait()
+    assert later.is_deleted()
+    state = State(jnp.asarray(3), {"kernel": last}, {})
+    assert_equal(restore(newest_of(checkpoints)[0], *shapes_of(state)).params["kernel"], before)
 
 
 def test_the_newest_steps_stay_and_nothing_of_the_others(checkpoints, url):
