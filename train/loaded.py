@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,15 @@ from .data.tokenizer import Tokenizer, open_tokenizer
 from .generate.generate import Completion, Generator
 from .models.config import ModelConfig, OwnModel
 from .setup import Setup
+from .step.trained import merged
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
     """A model with its arrays, params and variables as `train.models.model` explains them, in the layout of `setup`.
 
-    step: the updates of its run; 0 for a published model. tokenizer_name: as `data.tokenizer`; None if the model has none.
+    step: the updates of its run; 0 for a published model. tokenizer_name: as `data.tokenizer`; None if the model has none. adapters: the
+    factors of several adapters by name, of which the arrays have one with the largest rank.
     """
 
     setup: Setup
@@ -39,6 +41,7 @@ class Loaded:
     variables: Any
     step: int
     tokenizer_name: str | None
+    adapters: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def config(self) -> ModelConfig | OwnModel:
@@ -69,6 +72,20 @@ class Loaded:
         other.__dict__.update({name: made[name] for name in ("tokenizer", "apply") if name in made})
         if "generator" in made:
             other.__dict__["generator"] = made["generator"].of(params, variables)
+        return other
+
+    def adapted(self, name: str) -> Loaded:
+        """The model with one of its adapters. All else is shared with this one: the other arrays, and the compiled programs."""
+        factors = self.adapters[name]
+        return self._with(merged(self.params, factors), self.generator.adapted(factors))
+
+    def writer(self) -> Loaded:
+        """The model for its generator alone, whose arrays have the layout and types of generation: the others would be a second copy."""
+        return self._with(None, self.generator)
+
+    def _with(self, params: Any, generator: Generator) -> Loaded:
+        other = replace(self, params=params)
+        other.__dict__.update(apply=self.apply, tokenizer=self.tokenizer, generator=generator)
         return other
 
     @functools.cached_property

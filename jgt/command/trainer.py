@@ -43,7 +43,7 @@ def load(path: str | Path, overrides: str | Sequence[str] = (), **parts: Any) ->
     """The model of a run directory, of one of its checkpoints or of a folder of Hugging Face: `load_model` in train/run/load.py.
 
     overrides: to the run's config. parts: `model`, `loss`, `data` and `code` as for `run`; `mesh` and `rules`: the layout of the arrays,
-    which are whole on one device otherwise; `sharded`: laid out as the run's. Raises InputError.
+    which are whole on one device otherwise; `sharded`: laid out as the run's; `adapters`: folders of PEFT by names. Raises InputError.
     """
     return trainer("run.load").load_model(path, overrides, **parts)
 

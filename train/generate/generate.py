@@ -14,6 +14,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
+import jax
+
+from jgt import path_text
 from jgt.document import InputError, Node, bind
 
 from ..data.batches import Data
@@ -22,6 +25,7 @@ from ..data.tokenizer import Tokenizer, encoded_prompt
 from ..drawing import Drawing, GenerateConfig
 from ..setup import Setup
 from ..step.state import State
+from ..step.trained import merged
 from .batch import TextBatch, TextRequest
 from .caching import caching_of
 from .programs import TextPrograms
@@ -79,6 +83,18 @@ class Generator:
         """This generator, with its programs, of other arrays of the same setup; params=None: of none, until another call."""
         other = copy.copy(self)
         other._arrays = (None, None) if params is None else self._programs.placed(params, variables)
+        return other
+
+    def adapted(self, factors: Any) -> Generator:
+        """This generator with other adapters, whose factors are given; all other arrays and the programs are the same objects."""
+        other, (params, variables) = copy.copy(self), self._arrays
+        here = {path_text(path): x for path, x in jax.tree.leaves_with_path(params)}
+
+        def placed(path: Any, x: jax.Array) -> jax.Array:
+            old = here[path_text(path)]
+            return jax.device_put(x.astype(old.dtype), old.sharding)
+
+        other._arrays = merged(params, jax.tree.map_with_path(placed, factors)), variables
         return other
 
     @property

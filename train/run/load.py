@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,21 +22,25 @@ from jgt import Rules
 from jgt.document import InputError, read
 
 from .. import config as configs
-from ..checkpoint.saved import find_checkpoint
+from ..checkpoint.saved import SavedStep, find_checkpoint
 from ..checkpoint.signature import read_key
 from ..code.files import COPY, Code
 from ..code.names import is_name
 from ..compiled import finish_trial
 from ..config import Run
 from ..data.config import BYTES, DataConfig
+from ..export.adapter import write_adapter
+from ..export.form import run_form
+from ..export.model import SavedModel
 from ..generate.rules import rules_of
 from ..loaded import Loaded
 from ..setup import Setup, prepare
 from ..setup.layout import mesh_layout
-from ..setup.published import published_params
+from ..setup.published import PublishedFiles, open_published, published_params
 from ..step.trained import merged
 from ..store.bucket import is_url
 from ..store.cache import local_folder
+from ..weights.adapters import common_section
 from .api import listed, own_code, start_jax_here
 from .folder import CONFIG
 from .replicas import restored_of_one
@@ -58,6 +63,7 @@ def load_model(
     mesh: Any = None,
     rules: Rules | str | Path | Mapping[str, Any] | None = None,
     generates: bool = False,
+    adapters: Mapping[str, str | Path] | None = None,
 ) -> Loaded:
     """The model of a run directory's newest checkpoint, of one of its checkpoints, or of a folder of Hugging Face, with or without `hf:`.
 
@@ -66,7 +72,7 @@ def load_model(
     overrides: changes of the run's config. model, loss, data, code: the run's own parts, as in `run_here`. mesh, rules: the layout of the
     arrays: sizes by axis, and rules, which are the run's if only a mesh is given. sharded: whether mesh and rules are the run's. Without
     any of them, the arrays are whole on one device. generates: the layout is the one of generation, in which a model need not train.
-    Raises InputError, also without a checkpoint.
+    adapters: folders of PEFT by names, for a published model. Raises InputError, also without a checkpoint.
     """
     if mesh is not None and not isinstance(mesh, Mapping):
         raise TypeError(f"mesh must be the sizes of its axes, such as {{'fsdp': 8}}, not a {type(mesh).__name__}")
@@ -77,7 +83,12 @@ def load_model(
     if rules is not None:
         changes += ["rules={default: replicate}"]
     folder, is_published = _folder(str(path))
-    changes = [*changes, *listed(overrides)]
+    changes, peft, problems = [*changes, *listed(overrides)], {name: Path(path) for name, path in (adapters or {}).items()}, list[str]()
+    if peft:
+        if not is_published:
+            remedy = "A run has its own adapter, and jgt export writes its model as such a folder"
+            raise InputError([f"{path}: is not a folder of Hugging Face, so it takes no other adapters. {remedy}"])
+        changes.append(f"lora={json.dumps(common_section(peft, folder, problems))}")
     run = configs.load({"model": {"hf": str(folder)}}, changes, reads_data=False) if is_published else _read_run(folder, changes, own)
     if rules is not None:
         run = _with_rules(run, rules)
@@ -87,13 +98,36 @@ def load_model(
     if generates:
         run = replace(run, rules=rules_of(run, mesh_layout(run).mesh.shape)[0])
     setup = prepare(run if sharded else _with_small_batch(run), partial_rules=True)
-    return _published(setup, folder) if is_published else _trained(setup, Path(path))
+    return _published(setup, folder, peft, problems) if is_published else _trained(setup, Path(path))
 
 
-def load_writer(path: str, overrides: Sequence[str], code: Sequence[str]) -> Loaded:
-    """The model of a command that lets it write: on the mesh of the overrides, or else on one device. Raises InputError."""
+def load_writer(path: str, overrides: Sequence[str], code: Sequence[str], adapters: Mapping[str, Path] | None = None) -> Loaded:
+    """The model of a command that lets it write: on the mesh of the overrides, or else on one device. Raises InputError.
+
+    adapters: folders of PEFT, or runs that train an adapter, by names.
+    """
     on_mesh = any(override.partition("=")[0].partition(".")[0] == "mesh" for override in overrides)
-    return load_model(path, overrides, code=code, sharded=on_mesh, generates=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        folders, problems = dict[str, Path](), list[str]()
+        for number, (name, adapter) in enumerate((adapters or {}).items()):
+            with InputError.collect(problems):
+                folders[name] = _peft_folder(adapter, Path(scratch) / str(number))
+        if problems:
+            raise InputError(problems)
+        return load_model(path, overrides, code=code, sharded=on_mesh, generates=True, adapters=folders).writer()
+
+
+def _peft_folder(path: Path, scratch: Path) -> Path:
+    """The folder of an adapter or, for a run that trains one, what `jgt export --adapter` writes. Raises InputError."""
+    if not (path / CONFIG).is_file():
+        return path
+    folder, run = open_run_folder(path, Code())
+    if run.config.lora is None:
+        raise InputError([f"{path}: is a run that trains no adapter (it has no section lora). Name a run with one, or a folder of PEFT"])
+    saved = _newest(path, run)
+    model = SavedModel.of(saved, run.config.model, run.config.lora)
+    write_adapter(run_form(run, folder, model.shapes), model, run.config.model, scratch, dtype="f32")
+    return scratch
 
 
 def _folder(name: str) -> tuple[Path, bool]:
@@ -154,22 +188,37 @@ def _with_small_batch(run: Run) -> Run:
     return replace(run, config=replace(run.config, train=replace(train, batch=len(jax.devices()), accumulate=1)))
 
 
-def _published(setup: Setup, folder: Path) -> Loaded:
-    config = setup.run.config
+def _published(setup: Setup, folder: Path, peft: Mapping[str, Path], problems: list[str]) -> Loaded:
+    """problems: those of adapters so far."""
+    config, opened = setup.run.config, dict[str, PublishedFiles]()
     assert isinstance(config.data, DataConfig)
-    params = setup.model_params(published_params(setup, folder))
+    for name, path in peft.items():
+        with InputError.collect(problems):
+            opened[name] = open_published(setup, folder, path)
+    if problems:
+        raise InputError(problems)
+    adapters = {name: files.factors(setup) for name, files in opened.items()}
+    # One with the rank of the section, for which the layout of the state is made.
+    first = max(adapters, key=lambda name: opened[name].rank, default=None)
+    params = setup.model_params(published_params(setup, folder, None if first is None else adapters[first]))
     # Statistics of the training of experts, which a published model lacks, begin as in a new run.
     variables = jax.jit(lambda seed: setup.make_state(seed).variables, out_shardings=setup.shardings.variables)(np.uint32(0))
     # Without a tokenizer.json the config has its default.
     name = config.data.tokenizer
-    return Loaded(setup=setup, params=params, variables=variables, step=0, tokenizer_name=None if name == BYTES else name)
+    name = None if name == BYTES else name
+    return Loaded(setup=setup, params=params, variables=variables, step=0, tokenizer_name=name, adapters=adapters)
+
+
+def _newest(path: Path, run: Run) -> SavedStep:
+    """The checkpoint at a path, or the newest one of a run. Raises InputError."""
+    saved, reports = find_checkpoint(path, read_key(run.config.checkpoint.key))
+    if saved is None:
+        raise InputError([*reports, f"{path}: has no whole checkpoint"])
+    return saved
 
 
 def _trained(setup: Setup, path: Path) -> Loaded:
-    data = setup.run.config.data
-    saved, reports = find_checkpoint(path, read_key(setup.run.config.checkpoint.key))
-    if saved is None:
-        raise InputError([*reports, f"{path}: has no whole checkpoint"])
+    data, saved = setup.run.config.data, _newest(path, setup.run)
     one, shardings = setup.saved_of_one
     variables = restored_of_one(saved, one, shardings, "variables") if jax.tree.leaves(one.variables) else {}
     # An average of the parameters is the model that was evaluated.

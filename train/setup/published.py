@@ -28,15 +28,30 @@ class PublishedFiles:
     peft: Peft | None = None
     sites: Mapping[tuple[str, str], Site] = field(default_factory=dict[tuple[str, str], Site])
 
+    @property
+    def rank(self) -> int:
+        """The rank of the adapter; 0 without one."""
+        return 0 if self.peft is None else self.peft.rank
 
-def open_published(setup: Setup, folder: Path) -> PublishedFiles:
-    """The files of a published model, and of an adapter. Raises InputError with every tensor that does not fit, and DiskError."""
+    def factors(self, setup: Setup) -> Any:
+        """The factors of the adapter, a tree of arrays as `setup.saved_params` lays them out."""
+        adapters = setup.program.adapters
+        assert adapters is not None and self.peft is not None
+        return load_factors(self.peft, self.sites, adapters.config.scale, adapters.divided(setup.saved_params[1])[1])
+
+
+def open_published(setup: Setup, folder: Path, adapter: Path | None = None) -> PublishedFiles:
+    """The files of a published model, and of an adapter: `lora.hf`, or another one that fits the section.
+
+    Raises InputError with every tensor that does not fit, and DiskError.
+    """
     adapters, model = setup.program.adapters, setup.run.config.model
     assert isinstance(model, ModelConfig)
     files = open_files(published(folder), model, base_shapes(setup))
-    if adapters is None or adapters.config.hf is None:
+    path = adapter or (None if adapters is None else adapters.config.hf)
+    if adapters is None or path is None:
         return PublishedFiles(files=files)
-    peft = read_peft(Path(adapters.config.hf))
+    peft = read_peft(Path(path))
     sites = {factors_of(path): Site.of(files.sources[path], path, matrix.shape) for path, matrix in adapters.matrices.items()}
     check_factors(peft, sites)
     check_base(peft, folder)
@@ -52,15 +67,13 @@ def base_shapes(setup: Setup) -> Any:
 def published_params(setup: Setup, folder: Path, first: Any = None) -> Any:
     """The parameters of a published model, as the state has them. Raises as `open_published` does.
 
-    first: the parameters of a fresh state, from which new adapters come. None: it is made.
+    first: parameters from which new adapters come, such as those of a fresh state. None: it is made.
     """
     (shapes, shardings), adapters, found = setup.saved_params, setup.program.adapters, open_published(setup, folder)
     if adapters is None:
         return setup.stored_params(found.files.load(shapes, shardings))
-    places, of_adapters = adapters.divided(shardings)
-    params = found.files.load(base_shapes(setup), places)
+    params = found.files.load(base_shapes(setup), adapters.divided(shardings)[0])
     if found.peft is None:
         first = setup.model_params(setup.last_params(setup.init()) if first is None else first)
         return setup.stored_params(merged(first, params))
-    factors = load_factors(found.peft, found.sites, adapters.config.scale, of_adapters)
-    return setup.stored_params(merged(params, factors))
+    return setup.stored_params(merged(params, found.factors(setup)))

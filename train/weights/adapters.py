@@ -112,6 +112,23 @@ def read_peft(path: Path) -> Peft:
     return Peft(path=path, rank=int(most), alpha=alpha, stabilized=stabilized, dropout=dropout, modules=modules, shapes=shapes)
 
 
+def common_section(adapters: Mapping[str, Path], model: Path, problems: list[str]) -> dict[str, Any]:
+    """The keys of a `lora:` section for several adapters of a model: the largest rank, and the modules of all.
+
+    The scale is 1, so that the program of an adapter does not depend on its own scale, nor on the other adapters. Adds what is wrong with
+    any of them to `problems`. Raises InputError if none can be read.
+    """
+    family, sections = published(model).family, list[dict[str, Any]]()
+    for path in adapters.values():
+        with InputError.collect(problems):
+            sections.append(read_peft(path).section(family))
+    if not sections:
+        raise InputError(problems)
+    modules = dict.fromkeys(module for section in sections for module in section["modules"])
+    rank = max(section["rank"] for section in sections)
+    return {"rank": rank, "alpha": rank, "modules": [*modules]}
+
+
 def with_adapter(root: Node) -> Node:
     """A run's document whose lora section also has what the folder `lora.hf` says.
 

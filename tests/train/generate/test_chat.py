@@ -99,8 +99,10 @@ def test_a_model_without_a_tokenizer_cannot_chat():
 def test_prompts_of_a_file(tmp_path):
     file, messages = tmp_path / "prompts.jsonl", [{"role": "user", "content": "b"}]
     file.write_text(json.dumps({"prompt": "a"}) + "\n\n" + json.dumps({"messages": messages}))
-    assert list(_prompts_of(file, True)) == ["a", messages]
-    with pytest.raises(jgt.InputError, match=r"prompts.jsonl:3: is not a JSON object with a prompt or tokens, such as"):
-        list(_prompts_of(file, False))
-    file.write_text(json.dumps({"tokens": [1, 2]}))
-    assert list(_prompts_of(file, False)) == [[1, 2]]
+    problems = []
+    assert list(_prompts_of(file, True, (), problems)) == [("a", None), (messages, None)]
+    assert not problems
+    assert list(_prompts_of(file, False, (), problems)) == [("a", None)]
+    assert [problem.partition(" JSON")[0] for problem in problems] == [f"{file}:3: is not a"]
+    file.write_text(json.dumps({"tokens": [1, 2], "adapter": "x"}))
+    assert list(_prompts_of(file, False, ("x",), problems)) == [([1, 2], "x")]

@@ -224,7 +224,7 @@ def test_the_command_refuses_with_code_2(tmp_path, capsys):
     assert generate.main([str(MODELS / "llama"), "--adapter", str(folder), "--prompt", "a"]) == 2
     assert "adapter_config.json: use_dora" in capsys.readouterr().err
     assert generate.main([str(tmp_path), "--adapter", str(folder), "--prompt", "a"]) == 2
-    assert "is not a folder of Hugging Face" in capsys.readouterr().err
+    assert "is not a run directory or a checkpoint in one" in capsys.readouterr().err
 
 
 # -- runs ---------------------------------------------------------------------------------------------------------
