@@ -24,12 +24,6 @@ from typing import Any, NoReturn
 
 from jgt.document import InputError, read_bytes
 
-try:
-    import jinja2
-    import jinja2.sandbox
-except ImportError:
-    jinja2 = None
-
 Message = Mapping[str, Any]
 """A message of a chat: its `role`, its `content`, and what else a template reads."""
 Spans = list[tuple[int, int]]
@@ -77,8 +71,11 @@ class ChatTemplate:
     @staticmethod
     def of(file: Path, source: str, texts: Mapping[str, str], date: datetime | None = None) -> ChatTemplate:
         """The template with a program, which messages say is in a file. Raises InputError."""
-        if jinja2 is None:
-            raise InputError([f"{file}: a chat template needs the package jinja2. Run pip install 'jgt[chat]'"])
+        try:
+            # An optional package that only chats need, and that every other start would wait for.
+            import jinja2
+        except ImportError:
+            raise InputError([f"{file}: a chat template needs the package jinja2. Run pip install 'jgt[chat]'"]) from None
         # The block `generation` marks answers for training. A block that calls has the same scope, and leaves the same blanks out.
         called = _MARK.sub(lambda mark: f"{mark[1]}endcall" if mark[2] else f"{mark[1]}call {_CALL}()", source)
         try:
@@ -142,7 +139,8 @@ class ChatTemplate:
 
 def _environment() -> Any:
     """The sandbox of templates, as transformers has it."""
-    assert jinja2 is not None
+    import jinja2.sandbox
+
     extensions = ["jinja2.ext.loopcontrols"]
     made: Any = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     made.filters["tojson"] = _to_json
