@@ -72,7 +72,7 @@ def choose_attention(config: ModelConfig, device: Any, *, sharing: int = 1) -> A
     """The first kernel of those that `model.attention` allows, all of them with auto, that the model can have; XLA's otherwise.
 
     device: one of the run's, which may be a description of an absent GPU; None if nothing is known of them. sharing: the number of
-    devices that compute a stage of a pipeline together on the same rows.
+    devices that compute a stage of a pipeline together on the same tokens.
     """
     why = ""
     for kernel in KERNELS:

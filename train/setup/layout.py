@@ -64,9 +64,9 @@ class MeshLayout:
 
     @property
     def devices_of_stage(self) -> int:
-        """The number of devices that compute a stage of the pipeline together on the same rows; 1 without a pipeline."""
+        """The number of devices that compute a stage of the pipeline together on the same tokens; 1 without a pipeline."""
         sizes = dict(self.mesh.shape)
-        inside = () if self.pipeline is None else self.pipeline.axes_inside(sizes, self.batch)
+        inside = () if self.pipeline is None else self.pipeline.axes_inside(sizes, (*self.batch, *self.sequence))
         return math.prod(sizes[axis] for axis in inside)
 
 

@@ -133,6 +133,6 @@ class Context:
 
 def _kernel(attention: Attention, region: Region, mesh: Mesh | AbstractMesh) -> BlockKernel:
     """cuDNN's where the model calls it, or where its devices have it."""
-    device: Any = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
+    device: Any = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
     q, k = (jx.struct_of(var) for var in region.rows[:2])
     return CUDNN_BLOCKS if attention.is_fused or not obstacle(q, k, device) else XLA_BLOCKS

@@ -107,3 +107,30 @@ def test_a_program_for_gpus_calls_it_and_has_no_array_of_all_scores(packed):
     calls = [line for line in text.splitlines() if 'custom_call_target="__cudnn$fmha' in line]
     assert any("Backward" in line for line in calls) and any("Backward" not in line for line in calls)
     assert "2048,2048" not in text
+
+
+@needs_plugin
+def test_stages_of_a_pipeline_call_it_too():
+    (params, batch), layers = given(jnp.bfloat16, s=2048, h=64, packed=False), 2
+    params = {name: jnp.stack([w] * layers) for name, w in params.items()} | {"out": jnp.ones((layers, 4, 64, 16), jnp.bfloat16)}
+
+    def loss(params, batch):
+        def layer(x, w):
+            with signal.context("attn"):
+                q, k, v = (signal.tensor(jnp.einsum("bsd,dnh->bsnh", x, w[name]), name) for name in "qkv")
+                heads = signal.tensor(by_jax("xla")(q, k, v, None), "heads")
+                return x + jnp.einsum("bsnh,nhd->bsd", heads, w["out"]), None
+
+        with signal.context("layers"):
+            x = jax.lax.scan(layer, batch["x"], params)[0]
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    mesh = jgt.make_mesh({"stage": 2, "seq": 2}, devices=devices_of(Target.parse("h100:1x4")))
+    signals = {"layers/attn": {"context": {"axis": "seq", "method": "ring"}}}
+    given_rules = {"inputs": [None, "seq", "..."], "signals": signals, "default": "replicate"}
+    pipeline = jgt.Pipeline(signal="layers", microbatches=2, schedule="1f1b")
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, P())), (params, batch))
+    with described():
+        step = jax.value_and_grad(jgt.shard(loss, given_rules, mesh, pipeline=pipeline))
+        text = jax.jit(step).lower(*placed).as_text()
+    assert "__cudnn$fmhaSoftmaxBackward" in text and "2048x2048" not in text
