@@ -5,13 +5,14 @@ partitioner splits the positions of the lookup like its result, and adds gradien
 holds. In a region where the batch's axes are manual, and with a further axis that splits neither, the groups of devices that it forms for
 this sum do not fit each other, and it aborts the process. So the rows [batch, seq, embed] are pinned right after the lookup: whole along
 batch and sequence, and along `embed` as the table is. Devices then sum up the rows and keep their part, which is a reduce-scatter, and
-gather the gradient of a microbatch's positions.
+gather the gradient of a microbatch's positions. Inputs may be split along the sequence too, so the numbers of the rows are pinned before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jgt.program import jaxpr as jx
@@ -28,13 +29,24 @@ def with_whole_positions(program: Program, tables: Mapping[Var, Dims], sharding:
     inner = jx.body(program)
     dims, rename = dict(tables), dict[Var, Atom]()
     eqns: list[Equation] = []
+
+    def pinned(var: Var, spec: PartitionSpec, like: Equation) -> Var:
+        more, new = constraint_equations(var, sharding(spec), sharding(spec), like)
+        eqns.extend(more)
+        return new
+
     for equation in inner.eqns:
-        eqns.append(equation.replace(invars=[rename.get(a, a) if jx.is_var(a) else a for a in equation.invars]))
-        for var, spec in _lookups(equation, dims):
-            pinned, rename[var] = constraint_equations(var, sharding(spec), sharding(spec), equation)
-            eqns += pinned
+        invars = [rename.get(a, a) if jx.is_var(a) else a for a in equation.invars]
+        if found := dict(_lookups(equation, dims)):
+            invars = [pinned(a, PartitionSpec(), equation) if jx.is_var(a) and _is_index(a) else a for a in invars]
+        eqns.append(equation.replace(invars=invars))
+        rename |= {var: pinned(var, spec, equation) for var, spec in found.items()}
     outvars = [rename.get(a, a) if jx.is_var(a) else a for a in inner.outvars]
     return jx.with_body(program, eqns=eqns, outvars=outvars)
+
+
+def _is_index(var: Var) -> bool:
+    return bool(jx.shape_of(var)) and jnp.issubdtype(jx.dtype_of(var), jnp.integer)
 
 
 def _lookups(equation: Equation, dims: dict[Var, Dims]) -> Iterator[tuple[Var, PartitionSpec]]:

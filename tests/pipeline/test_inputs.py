@@ -264,3 +264,26 @@ def test_evaluation_draws_as_training_does():
     assert_values(
         compiled(pipelined)(dropout.params, *dropout.inputs), compiled(by_parts(scanned_keys, 4, 2))(dropout.params, *dropout.inputs)
     )
+
+
+@pytest.mark.parametrize("lookup", [lambda table, tokens: table[tokens], lambda table, tokens: jnp.take(table, tokens, axis=0)])
+def test_an_axis_that_splits_the_sequence_and_the_table(lookup):
+    # XLA's partitioner aborted the process here.
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"table": jax.random.normal(keys[0], (16, 8)), "layers": jax.random.normal(keys[1], (4, 8, 8))}
+    batch = {"tokens": jax.random.randint(keys[2], (8, 32), 0, 16)}
+
+    def loss(params, batch):
+        with context("embed"):
+            x = lookup(params["table"], batch["tokens"])
+        with context("layers"):
+            x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, params["layers"])
+        return jnp.mean(x**2)
+
+    signals = {"embed": {"out": ["data", "seq", None]}}
+    rules = {"inputs": ["data", "seq", "..."], "params": {"table": ["seq", None]}, "signals": signals, "default": "replicate"}
+    mesh = jgt.make_mesh({"data": 2, "stage": 2, "seq": 2})
+    pipelined = jgt.shard(loss, rules, mesh, pipeline=jgt.Pipeline(signal="layers", microbatches=2))
+    got, want = (jax.jit(jax.value_and_grad(fn))(params, batch) for fn in (pipelined, loss))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
