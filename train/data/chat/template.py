@@ -73,7 +73,7 @@ class ChatTemplate:
         """The template with a program, which messages say is in a file. Raises InputError."""
         try:
             # An optional package that only chats need, and that every other start would wait for.
-            import jinja2
+            import jinja2  # noqa: PLC0415
         except ImportError:
             raise InputError([f"{file}: a chat template needs the package jinja2. Run pip install 'jgt[chat]'"]) from None
         # The block `generation` marks answers for training. A block that calls has the same scope, and leaves the same blanks out.
@@ -139,7 +139,7 @@ class ChatTemplate:
 
 def _environment() -> Any:
     """The sandbox of templates, as transformers has it."""
-    import jinja2.sandbox
+    import jinja2.sandbox  # noqa: PLC0415
 
     extensions = ["jinja2.ext.loopcontrols"]
     made: Any = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
