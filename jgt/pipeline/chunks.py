@@ -1,9 +1,9 @@
-"""The layers of each stage: a model's layers cut into chunks of almost equal length, laid out over the stages of a table.
+"""The layers of each stage: a model's layers cut into chunks, of almost equal length or as asked for, laid out over a table's stages.
 
 A schedule says which stage runs which chunk. All stages run the same program, so the stacked weights [layers, ...] become [stages, layers
-of a stage, ...], where the layers of a stage are its chunks one after another. Shorter chunks are padded with a layer that is computed and
-dropped, which costs no time, since all stages wait for the longest chunk anyway. Seven layers on two stages with two chunks each
-(interleaved), -1 for padding:
+of a stage, ...], where the layers of a stage are its chunks one after another. Shorter chunks are padded. Stages that skip layers when idle
+skip padding too; others compute and drop it, which costs no time if layers take equally long, since all wait for the longest chunk. Seven
+layers on two stages with two chunks each (interleaved), -1 for padding:
 
     chunks: 0 1 | 2 3 | 4 5 | 6 -1      stage 0: layers 0 1 4 5      stage 1: layers 2 3 6 -1
 
@@ -32,16 +32,21 @@ from jgt.sharding.storage import Form, Stack
 
 @dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """A model's layers in chunks. stages: the stage of each chunk, in the order of the model."""
+    """A model's layers in chunks. stages, sizes: the stage and the number of layers of each chunk, in the order of the model."""
 
-    num_layers: int
     num_stages: int
     stages: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return sum(self.sizes)
 
     @property
     def layers_per_chunk(self) -> int:
         """Layers of a chunk, padding included."""
-        return -(-self.num_layers // len(self.stages))
+        return max(self.sizes)
 
     @property
     def share(self) -> Fraction:
@@ -51,7 +56,7 @@ class Chunks:
     @property
     def is_padded(self) -> bool:
         """Whether some chunk is shorter than others."""
-        return self.num_layers % len(self.stages) != 0
+        return len(set(self.sizes)) > 1
 
     @property
     def are_neighbours(self) -> bool:
@@ -61,8 +66,7 @@ class Chunks:
     @cached_property
     def ids(self) -> NDArray[np.int32]:
         """The number of the layer at each place [stages, layers of a stage]; -1 for padding."""
-        # array_split gives the extra layers to the first chunks. The others are padded below.
-        chunks = np.array_split(np.arange(self.num_layers), len(self.stages))
+        chunks = np.split(np.arange(self.num_layers), np.cumsum(self.sizes[:-1]))
         rows: list[list[int]] = [[] for _ in range(self.num_stages)]
         for stage, chunk in zip(self.stages, chunks, strict=True):
             rows[stage] += [*chunk, *[-1] * (self.layers_per_chunk - len(chunk))]

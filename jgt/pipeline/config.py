@@ -7,7 +7,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, Self
 
-from jgt.document import Bound, LocalPath
+from jgt.document import Bound, InputError, LocalPath
+from jgt.schedule.balance import MeasuredCosts, chosen_sizes, even
 from jgt.schedule.schedules import CHUNKED, TRIED, find_table
 from jgt.schedule.simulate import Costs, Simulation, simulate
 from jgt.schedule.table import Table
@@ -25,9 +26,11 @@ class PipelineConfig:
     its input, stage each chunk from its input. gather: whether weights that are sharded over the batch's axes become whole
     once a step, or layer by layer each time. idle: whether a stage without a microbatch computes and drops the results, or skips its
     layers; None: skip on CPU devices, which share their cores, if the layers of a stage are not split over further axes.
-    per_microbatch: signals in which values that depend on several rows (routing with a capacity, batch statistics, balance
-    losses) are meant for one microbatch on one data shard. Anywhere else such a value is an error, because the result would
-    differ from the unpipelined one.
+    layers: the number of layers of each chunk, in the order of the model; empty: as equal as possible. costs: the directory of a run that
+    has measured the costs of the layers, by which their numbers are chosen. stage_costs: the relative time of a layer on each stage's
+    devices, for the same purpose. per_microbatch: signals in which values that depend on several rows (routing with a capacity, batch
+    statistics, balance losses) are meant for one microbatch on one data shard. Anywhere else such a value is an error, because the result
+    would differ from the unpipelined one.
 
     Raises ValueError for a value that a YAML file's reader would refuse.
     """
@@ -40,6 +43,9 @@ class PipelineConfig:
     remat: Literal["none", "layer", "stage"] = "none"
     gather: Literal["step", "layer"] = "step"
     idle: Literal["compute", "skip"] | None = None
+    layers: tuple[Annotated[int, Bound(low=1, high=65_536)], ...] = ()
+    costs: LocalPath | None = None
+    stage_costs: tuple[Annotated[float, Bound(low=0.01, high=100)], ...] = ()
     per_microbatch: tuple[str, ...] = ()
     # `compare=False`: the same options are equal wherever they were written, so functions sharded with them share their
     # trace.
@@ -69,6 +75,32 @@ class PipelineConfig:
     def table(self, num_stages: int) -> Table:
         """The schedule's table. Raises InputError if there is none for this number of stages."""
         return find_table(self.schedule, num_stages, self.microbatches, self.virtual, self.where("schedule"))
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether the numbers of layers of chunks are given or chosen."""
+        return bool(self.layers or self.costs or self.stage_costs)
+
+    def sizes(self, table: Table, num_layers: int, inside: Sequence[str] = ()) -> tuple[int, ...]:
+        """The number of layers of each chunk. inside: the axes that split a stage's work. Raises InputError if they do not fit."""
+        key = "layers" if self.layers else "costs" if self.costs else "stage_costs"
+        sizes = self.layers or even(num_layers, table.num_chunks)
+        try:
+            if self.layers and (self.costs or self.stage_costs):
+                raise ValueError("the numbers of layers are given, so costs and stage_costs choose nothing. Leave out one or the other")
+            if not self.layers and self.has_sizes:
+                costs = None if self.costs is None else MeasuredCosts.read(self.costs, self.where("costs"))
+                sizes = chosen_sizes(table, num_layers, costs, self.stage_costs or None, self.costs)
+            elif len(sizes) != table.num_chunks or sum(sizes) != num_layers:
+                raise ValueError(f"{len(sizes)} chunks with {sum(sizes)} layers, but there are {table.num_chunks} and {num_layers}")
+            if self.has_sizes and len(set(sizes)) > 1 and (inside or self.idle == "compute"):
+                why = f"the mesh splits layers over {', '.join(inside)}" if inside else "idle is compute"
+                raise ValueError(f"stages with {', '.join(map(str, sizes))} layers have to skip what the longest one has more, but {why}")
+        except InputError:
+            raise
+        except ValueError as error:
+            raise InputError([self.problem(key, str(error))]) from error
+        return sizes
 
     def simulate(self, num_stages: int, *, with_recompute: bool = False) -> Simulation:
         """The schedule, simulated with items of equal cost. Raises InputError if it has no table for this number of stages.

@@ -53,10 +53,11 @@ class Executor:
         """Whether idle stages skip their layers, which must not contain collectives then: each stage branches on its own."""
         if self.pipeline.idle:
             return self.pipeline.idle == "skip"
-        # Virtual devices of one host share its cores: there an idle stage takes time from the others by computing.
+        # Virtual devices of one host share its cores: there an idle stage takes time from the others by computing. Where stages have
+        # chosen numbers of layers, the one with few slow layers must not compute padding until the others are done.
         mesh = self.moves.mesh
         on_cpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
-        return on_cpu and not self.moves.axes_inside
+        return (on_cpu or (self.pipeline.has_sizes and self.chunks.is_padded)) and not self.moves.axes_inside
 
     def run(
         self, shared: Arrays, inputs: Arrays, statistics: Arrays, seeds: Arrays | None = None

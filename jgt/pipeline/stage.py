@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import TypeVar, cast
 
 import jax
@@ -102,7 +103,7 @@ class Stage:
 
         def step(travel: Arrays, i: jax.Array) -> tuple[Arrays, Arrays]:
             inputs = inputs_of(i, travel)
-            return self._if_wanted(item, lambda: run(inputs))
+            return self._if_wanted(item, inputs, travel, lambda: run(inputs))
 
         return jax.lax.scan(step, travel, self._positions)
 
@@ -112,7 +113,7 @@ class Stage:
         def step(carry: tuple[Arrays, Arrays], i: jax.Array) -> tuple[tuple[Arrays, Arrays], None]:
             travel, saved = carry
             inputs = inputs_of(i, travel)
-            travel, new = self._if_wanted(item, lambda: self.layer.forward(inputs))
+            travel, new = self._if_wanted(item, inputs, travel, lambda: self.layer.forward(inputs))
             return (travel, [_put(b, x, item.saved, i) for b, x in zip(saved, new, strict=True)]), None
 
         return jax.lax.scan(step, (travel, saved), self._positions)[0]
@@ -138,7 +139,8 @@ class Stage:
             cotangents, stashed, sums = carry
             inputs = inputs_of(i, [])
             residuals = [_at(b, i) for b in again] if self.keep_input else [self._kept(b, item.saved, i) for b in buffers.saved]
-            cotangents, ready, later = self._if_wanted(item, lambda: self.layer.backward(inputs, residuals, cotangents))
+            run = partial(self.layer.backward, inputs, residuals, cotangents)
+            cotangents, ready, later = self._if_wanted(item, inputs, cotangents, run)
             sums = self._add(sums, ready, item, i, inputs.index)
             if self.ticks.apart:
                 assert item.stashed is not None
@@ -162,7 +164,8 @@ class Stage:
             inputs = inputs_of(i, [])
             later = [self._kept(b, stashed, i) for b in buffers.stashed]
             residuals = later[num_stashed:] if self.keep_input else [self._kept(b, item.saved, i) for b in buffers.saved]
-            gradients = self._if_wanted(item, lambda: self.layer.weight_gradients(inputs, residuals, later[:num_stashed]))
+            run = partial(self.layer.weight_gradients, inputs, residuals, later[:num_stashed])
+            (gradients,) = self._if_wanted(item, inputs, None, lambda: (run(),))
             return self._add(sums, gradients, item, i, inputs.index), None
 
         return StageBuffers(sums=jax.lax.scan(step, buffers.sums, self._positions)[0]), []
@@ -191,15 +194,21 @@ class Stage:
         """The values that the layer at a position has left in a slot, in row-major order."""
         return self.moves.row_major(_at(buffer, slot, i))
 
-    def _if_wanted(self, item: StageItem, run: Callable[[], _T]) -> _T:
+    def _if_wanted(self, item: StageItem, inputs: Inputs, passing: Arrays | None, run: Callable[[], _T]) -> _T:
         """The results of a layer's program; without an item garbage, or zeros if stages skip.
 
-        Only the layer is in the branch: XLA copies what a branch hands through, and buffers are large.
+        passing: the values that padding hands on in place of the first result; None if that does not travel. Only the layer is in the
+        branch: XLA copies what a branch hands through, and buffers are large.
         """
         if not self.ticks.skips:
             return run()
 
-        return cast(_T, jax.lax.cond(item.on, run, lambda: jax.tree.map(_zeros_of, jax.eval_shape(run))))
+        def skipped() -> _T:
+            first, *others = jax.tree.map(_zeros_of, jax.eval_shape(run))
+            return cast(_T, (first if passing is None or not self.chunks.is_padded else passing, *others))
+
+        wanted = item.on & (inputs.index >= 0) if self.chunks.is_padded else item.on
+        return cast(_T, jax.lax.cond(wanted, run, skipped))
 
     def _add(self, sums: Arrays, gradients: Gradients, item: StageItem, i: jax.Array, layer: jax.Array) -> Arrays:
         """The sums with the gradients of the layer at a position of the item's chunk, if there is an item and the layer is not padding."""

@@ -123,8 +123,9 @@ class _Staging:
             layers = f"{split.num_layers} layer{'s' * (split.num_layers != 1)}"
             problem = f"{pipeline.signal!r} has {layers}, too few for {held}. Make {pipeline.axis} or virtual smaller"
             raise InputError([pipeline.problem("signal", problem)])
-        chunks = Chunks(num_layers=split.num_layers, num_stages=table.num_stages, stages=table.stages)
         batch_axes = (*self.batch.replicas, *self.batch.axes)
+        sizes_of_chunks = pipeline.sizes(table, split.num_layers, pipeline.axes_inside(sizes, batch_axes))
+        chunks = Chunks(num_stages=table.num_stages, stages=table.stages, sizes=sizes_of_chunks)
         parameters = staged_places(self.parameters, split, chunks, pipeline.axis, batch_axes, sizes)
         pipelined = self._pipelined(split, table, chunks, parameters)
         # Without the axes of a vmap around, over which optimizer state may be split (ZeRO-1).

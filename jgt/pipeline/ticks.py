@@ -16,7 +16,6 @@ microbatches unless the schedule itself does, as gpipe. Everything else that is 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 from jgt.pipeline.arrays import Arrays, Flags, Integers
 from jgt.pipeline.ends import Batch
 from jgt.schedule.buffers import Buffer, Buffers, Sends, allocate_buffers
-from jgt.schedule.table import KINDS, Item, Kind, Row, Table
+from jgt.schedule.table import KINDS, Item, Row, Table
 
 EndName = Literal["embed", "embed_back", "head"]
 ENDS: tuple[EndName, ...] = ("embed", "embed_back", "head")
@@ -143,13 +142,8 @@ def arrays_of(table: Table, *, skips: bool, embeds_back: bool) -> Ticks:
     whole = _work(table, buffers)
     whole = whole if embeds_back else replace(whole, embed_back=None)
 
-    def kinds_in(tick: int) -> tuple[Kind, ...]:
-        return tuple(kind for kind in KINDS if any(table.rows(kind)[tick]))
-
-    # groupby joins neighbours only: the same kinds may come again in a later segment.
-    groups = [(kinds, [*ticks]) for kinds, ticks in itertools.groupby(range(table.num_ticks), kinds_in)]
     # Ticks in which no stage has an item, which a table of the user may contain, do nothing.
-    segments = tuple(_segment(whole, ticks) for kinds, ticks in groups if kinds)
+    segments = tuple(_segment(whole, ticks) for kinds, ticks in table.segments if kinds)
     return Ticks(buffers=buffers, segments=segments, apart=table.weight is not None, skips=skips)
 
 

@@ -15,9 +15,19 @@ from pathlib import Path
 
 from jgt.command.parser import CommandParser
 from jgt.document import InputError
+from jgt.schedule.balance import MeasuredCosts, simulate_measured
 from jgt.schedule.custom import SUFFIX, write_table
 from jgt.schedule.schedules import DEFAULT_VIRTUAL, FREE_NAMES, SCHEDULES, find_table
-from jgt.schedule.simulate import COMPARISON_COLUMNS, COMPARISON_NOTE, Costs, Simulation, comparison_row, json_object, simulate, summarize
+from jgt.schedule.simulate import (
+    COMPARISON_COLUMNS,
+    COMPARISON_NOTE,
+    Costs,
+    Simulation,
+    comparison_row,
+    json_object,
+    simulate,
+    summarize,
+)
 from jgt.schedule.table import Table
 from jgt.schedule.timeline import print_comparison, print_timeline
 
@@ -55,9 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _simulate(arguments: argparse.Namespace) -> list[Simulation]:
     """The requested schedules. Raises InputError with every problem of the arguments."""
     problems: list[str] = []
-    costs, stage_costs = Costs(), None
-    with _option_problems("--costs", problems):
-        costs = _read_costs(arguments.costs)
+    costs, stage_costs, measured = Costs(), None, None
+    with _option_problems("--costs", problems), InputError.collect(problems):
+        # The name of a run's directory, unless it may be numbers.
+        if Path(arguments.costs).is_dir():
+            measured = MeasuredCosts.read(arguments.costs, f"{COMMAND}: --costs")
+        else:
+            costs = _read_costs(arguments.costs)
     with _option_problems("--stage-costs", problems):
         stage_costs = None if arguments.stage_costs is None else _read_numbers(arguments.stage_costs)
     problems += _output_problems(arguments)
@@ -65,7 +79,7 @@ def _simulate(arguments: argparse.Namespace) -> list[Simulation]:
     for table in _find_tables(arguments, problems):
         # The tables are verified by now; only the number of stage costs can still be wrong.
         with _option_problems("--stage-costs", problems):
-            simulated.append(simulate(table, costs, stage_costs))
+            simulated.append(simulate(table, costs, stage_costs) if measured is None else simulate_measured(table, measured, stage_costs))
     if problems:
         raise InputError(problems)
     return simulated
@@ -138,8 +152,8 @@ def parser() -> CommandParser:
     parser.add_argument("--microbatches", type=int, metavar="M", help="number of microbatches")
     virtual = f"chunks on each stage, for {' and '.join(FREE_NAMES)} (default: {DEFAULT_VIRTUAL})"
     parser.add_argument("--virtual", type=int, metavar="V", help=virtual)
-    costs = "cost of a microbatch on a whole stage: forward, backward, weight gradients (default: 1,1,1)"
-    parser.add_argument("--costs", metavar="F,B,W", default="1,1,1", help=costs)
+    costs = "cost of a microbatch on a whole stage: forward, backward, weight gradients (default: 1,1,1); or a run that has measured them"
+    parser.add_argument("--costs", metavar="F,B,W|RUN", default="1,1,1", help=costs)
     parser.add_argument("--stage-costs", metavar="C,C,..", help="relative cost of each stage (default: 1 each)")
     parser.add_argument("--json", action="store_true", help="print one JSON object or, with --compare, a list of them")
     parser.add_argument("--csv", metavar="FILE.csv", help="write the table as a CSV file, which you can edit and pass as NAME")

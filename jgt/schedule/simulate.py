@@ -50,7 +50,8 @@ class Simulation:
     """The costs of a table; time and slots are in the unit of `Costs`.
 
     bubble: the share of the time in which the average stage does nothing useful. peaks: for each stage the largest number of
-    activations that it keeps at once, where 1 is one microbatch on a whole stage. stage_costs: the relative cost of each stage.
+    activations that it keeps at once, where 1 is one microbatch on a whole stage. stage_costs: the relative cost of each stage. sizes,
+    even_time: with measured costs, the layers of each chunk, and the time if all chunks had as many.
     """
 
     table: Table
@@ -59,6 +60,8 @@ class Simulation:
     peaks: tuple[float, ...]
     slots: tuple[TickSlot, ...]
     stage_costs: tuple[float, ...]
+    sizes: tuple[int, ...] = ()
+    even_time: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -66,10 +69,18 @@ class Simulation:
         return max(self.peaks)
 
 
-def simulate(table: Table, costs: Costs | None = None, stage_costs: Sequence[float] | None = None) -> Simulation:
+def simulate(
+    table: Table,
+    costs: Costs | None = None,
+    stage_costs: Sequence[float] | None = None,
+    chunks: Sequence[Sequence[float]] | None = None,
+    ends: float = 0.0,
+) -> Simulation:
     """Simulates a verified table. Each kind of item costs 1 by default, and so does each stage.
 
-    Raises ValueError unless stage_costs are one number above 0 for each stage.
+    chunks: the costs of each chunk's item of each kind, in place of `costs` and of what `stage_costs` does; a stage without an item skips
+    it. ends: the cost of embedding and head for a microbatch, which all stages share. Raises ValueError unless stage_costs are one
+    number above 0 for each stage.
     """
     costs = costs or Costs()
     relative = tuple(stage_costs if stage_costs is not None else (1,) * table.num_stages)
@@ -77,26 +88,34 @@ def simulate(table: Table, costs: Costs | None = None, stage_costs: Sequence[flo
         raise ValueError(f"{count_noun(len(relative), 'number')} for {table.num_stages} stages: give one for each stage")
     if wrong := [cost for cost in relative if not math.isfinite(cost) or cost <= 0]:
         raise ValueError(f"the cost of a stage must be a number above 0, not {wrong[0]:g}")
-    slots = _slots(table, costs, max(relative))
+    slots = _slots(table, costs, max(relative), chunks)
     # fsum: a table has up to a million slots, and a bubble of 0 should not come out as 1e-12.
-    time = math.fsum(slot.length for slot in slots)
-    whole = costs.forward + costs.backward + costs.weight
-    useful = table.num_microbatches * whole * math.fsum(relative) / len(relative)
+    time = math.fsum([*(slot.length for slot in slots), table.num_microbatches * ends])
+    whole = (costs.forward + costs.backward + costs.weight) * math.fsum(relative)
+    if chunks is not None:
+        whole = math.fsum(cost for chunk in chunks for cost in chunk)
+    useful = table.num_microbatches * (whole / len(relative) + ends)
     # Not below 0: with one stage, useful and time are the same sum in another order.
     bubble = max(0.0, 1 - useful / time)
     return Simulation(table=table, time=time, bubble=bubble, peaks=_peaks(table), slots=slots, stage_costs=relative)
 
 
-def _slots(table: Table, costs: Costs, slowest: float) -> tuple[TickSlot, ...]:
+def _slots(table: Table, costs: Costs, slowest: float, chunks: Sequence[Sequence[float]] | None) -> tuple[TickSlot, ...]:
     # An unsplit backward item computes the weight gradients, too.
     backward = costs.backward if table.weight is not None else costs.backward + costs.weight
     # An item costs the share of one chunk, and takes as long as on the slowest stage.
     lengths = {kind: cost * slowest / table.virtual for kind, cost in zip(KINDS, (costs.forward, backward, costs.weight), strict=True)}
     rows = {kind: table.rows(kind) for kind in KINDS}
     used: list[tuple[int, Kind]] = [(tick, kind) for tick in range(table.num_ticks) for kind in KINDS if any(rows[kind][tick])]
+
+    def length(tick: int, kind: Kind) -> float:
+        if chunks is None:
+            return lengths[kind]
+        return max(chunks[item.chunk][KINDS.index(kind)] for item in rows[kind][tick] if item is not None)
+
+    spent = [length(tick, kind) for tick, kind in used]
     # One start more than slots: the last one is the end of the table.
-    starts = accumulate((lengths[kind] for _, kind in used), initial=0.0)
-    return tuple(TickSlot(tick, kind, start, lengths[kind]) for (tick, kind), start in zip(used, starts, strict=False))
+    return tuple(TickSlot(*slot, start, took) for slot, start, took in zip(used, accumulate(spent, initial=0.0), spent, strict=False))
 
 
 def _peaks(table: Table) -> tuple[float, ...]:
@@ -127,10 +146,13 @@ def summarize(simulation: Simulation) -> list[str]:
     peak = count_noun(round(simulation.peak, 2), "activation")
     costs = f"time {number_text(simulation.time)}, bubble {simulation.bubble:.1%}"
     known = SCHEDULES.get(table.name)
+    sizes = ", ".join(map(str, simulation.sizes))
+    measured = f"Layers of each chunk: {sizes}. In milliseconds; with equal chunks, time {number_text(simulation.even_time)}"
     return [
         table.title,
         f"{count_noun(table.num_ticks, 'tick')}, {costs}, peak {peak} of one microbatch on a whole stage{by_stage}",
         known.good_for if known else "A table of your own: it is complete and does not deadlock.",
+        *([measured] if sizes else []),
     ]
 
 
@@ -141,8 +163,8 @@ def comparison_row(simulation: Simulation) -> list[str]:
     return [table.name, str(table.virtual), str(table.num_ticks), *costs, f"{table.virtual}x"]
 
 
-def json_object(simulation: Simulation) -> dict[str, str | int | float]:
-    """The numbers of a schedule, for JSON. peak_activations: 1 is one microbatch on a whole stage."""
+def json_object(simulation: Simulation) -> dict[str, str | int | float | list[int]]:
+    """The numbers of a schedule, for JSON. peak_activations: 1 is one microbatch on a whole stage. layers, time: with measured costs."""
     table, peak = simulation.table, round(simulation.peak, 6)
     return {
         "name": table.name,
@@ -152,6 +174,7 @@ def json_object(simulation: Simulation) -> dict[str, str | int | float]:
         "ticks": table.num_ticks,
         "bubble": round(simulation.bubble, 6),
         "peak_activations": int(peak) if peak == int(peak) else peak,
+        **({"layers": list(simulation.sizes), "time": round(simulation.time, 6)} if simulation.sizes else {}),
     }
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal
 
 Kind = Literal["F", "B", "W"]
@@ -75,9 +76,20 @@ class Table:
         microbatches = count_noun(self.num_microbatches, "microbatch", "microbatches")
         return f"{self.name}: {count_noun(self.num_stages, 'stage')}, {microbatches}, {count_noun(self.virtual, 'chunk')} a stage"
 
+    @property
+    def segments(self) -> list[tuple[tuple[Kind, ...], list[int]]]:
+        """Consecutive ticks with the same kinds of items, which are named first."""
+        kinds: list[tuple[Kind, ...]] = [tuple(kind for kind in KINDS if any(self.rows(kind)[tick])) for tick in range(self.num_ticks)]
+        return [(found, [*ticks]) for found, ticks in groupby(range(self.num_ticks), kinds.__getitem__)]
+
     def local_chunk(self, chunk: int) -> int:
         """The position of a chunk among the chunks of its stage."""
         return self.stages[:chunk].count(self.stages[chunk])
+
+    def counts(self, stage: int, kind: Kind) -> list[tuple[int, int]]:
+        """For each segment with a kind of item: a stage's items of it, and the segment's ticks."""
+        rows = self.rows(kind)
+        return [(sum(rows[tick][stage] is not None for tick in ticks), len(ticks)) for kinds, ticks in self.segments if kind in kinds]
 
     def rows(self, kind: Kind) -> tuple[Row, ...]:
         """The rows of one kind of item; if the table does not have that kind, rows without items."""

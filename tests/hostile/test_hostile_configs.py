@@ -76,7 +76,7 @@ def test_the_table_of_limits_has_every_number_of_a_config():
 
     # An item of a list has no key to override. The hostile configs try the limits of these.
     in_model = {f"model.{name}" for name in ("rope_scaling.short", "rope_scaling.long", "unrotated_layers", "full_layers")}
-    listed = in_model | {"data.mixture.weight", "debug.faults.at_step", "debug.faults.process"}
+    listed = in_model | {"data.mixture.weight", "debug.faults.at_step", "debug.faults.process", "pipeline.layers", "pipeline.stage_costs"}
     # The names of axes and of hooks are the user's.
     named = {"mesh.data", "hooks.it.every"}
     assert set(numbers(Config, "")) - listed - {"hooks.every"} | named == set(LIMITS)

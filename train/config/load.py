@@ -298,10 +298,12 @@ def rules_document(node: Node, folder: Path, problems: list[str]) -> Node | None
 
 
 def _with_locations(pipeline: PipelineConfig, node: Node, folder: Path) -> PipelineConfig:
-    """The pipeline with the line of each of its keys, for messages, and with the full path of its CSV schedule."""
+    """The pipeline with the line of each of its keys, for messages, and with full paths of its CSV schedule and of a run with costs."""
     # The name of a schedule, or the path of a CSV file.
     if pipeline.schedule.endswith(".csv"):
         pipeline = replace(pipeline, schedule=str(node.find("schedule").path(folder)))
+    if pipeline.costs is not None:
+        pipeline = replace(pipeline, costs=str(node.find("costs").path(folder)))
     return pipeline.located({"": node.where} | {key: child.where for key, child in node.children.items()})
 
 

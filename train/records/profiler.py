@@ -11,16 +11,19 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 
 from jgt.planner import Profile
 
 from ..command_line import say
+from ..setup import Setup
 from .console import Screen
 from .step_range import PROFILE, StepRange
 
@@ -39,6 +42,7 @@ class Profiler:
         self._steps, self._screen, self._is_first = steps, screen, process == 0
         # JAX names a trace by host and second: processes on one machine would write to the same file.
         self._folder = run / PROFILE if process == 0 else run / PROFILE / f"process-{process}"
+        self._costs = run / PROFILE / f"costs-{process}.json"
         self._before: set[Path] = set()
         self.tracing = False
         """Whether a trace is running."""
@@ -102,13 +106,16 @@ class Profiler:
         """A context for the dispatch of a step, which marks it in the trace with the step's number."""
         return jax.profiler.StepTraceAnnotation(_ANNOTATION, step_num=step) if self.tracing else contextlib.nullcontext()
 
-    def finish(self, done: int, text: str, known_signals: Iterable[str]) -> None:
+    def finish(self, done: int, text: str, known_signals: Iterable[str], stages: Mapping[str, Any] | None = None) -> None:
         """Ends the trace after step `done` and reports it. No step may be running.
 
-        text: the compiled step; known_signals: the full paths of the model's signals.
+        text: the compiled step; known_signals: the full paths of the model's signals. stages: the layers of a pipeline, whose costs are
+        stored too.
         """
         self.close()
         new = [path for path in self._traces() if path not in self._before]
+        if new and self._steps is not None and stages is not None:
+            self._store_costs(new[0], text, done + 1 - self._steps.first, stages)
         if not self._is_first or not new or self._steps is None:
             return
         # JAX writes one trace per process and recording.
@@ -129,6 +136,16 @@ class Profiler:
         self._screen.table(f"{title}: milliseconds per device and step", _COLUMNS, list(_rows(profile)), numbers=len(_COLUMNS) - 1)
         self._screen.say(f"Table written to {table}; traces for XProf or TensorBoard, and for Perfetto (.json.gz), to {file.parent}")
 
+    def _store_costs(self, trace: Path, text: str, num_steps: int, stages: Mapping[str, Any]) -> None:
+        """Writes the costs of this process's layers, which `pipeline.costs` and `jgt schedule --costs` read."""
+        try:
+            costs = Profile.read_layers(trace, _ANNOTATION, text, num_steps, stages)
+            if costs is not None:
+                self._costs.write_text(json.dumps(asdict(costs), indent=1) + "\n")
+        # As below: a trace may fail anywhere, and so may the disk.
+        except Exception as error:
+            say(f"the costs of layers could not be read from {trace}: {type(error).__name__}: {error}")
+
     def close(self) -> None:
         """Ends the trace if one is running. Failing to write it does not stop the run."""
         if self._known_until and not self.tracing:
@@ -143,6 +160,33 @@ class Profiler:
 
     def _traces(self) -> Iterator[Path]:
         return self._folder.glob("plugins/profile/*/*.xplane.pb")
+
+
+def layers_of_devices(setup: Setup) -> dict[str, Any] | None:
+    """The layers of a run's pipeline, for `Profile.read_layers`; None if it cannot measure them: chunks or weight gradients are apart."""
+    pipeline, mesh = setup.run.pipeline, setup.mesh
+    table = None if pipeline is None else pipeline.table(mesh.shape[pipeline.axis])
+    if table is None or pipeline is None or table.virtual > 1 or table.weight is not None:
+        return None
+    under = f"{pipeline.signal}/"
+    num_layers = [p.shape[0] for p in setup.storage.model.parameters if any(f"{name}/".startswith(under) for name in p.signals)]
+    if not num_layers:
+        return None
+    sizes, axis, devices = pipeline.sizes(table, num_layers[0]), list(mesh.axis_names).index(pipeline.axis), dict[int, Any]()
+    local = {device: number for number, device in enumerate(jax.local_devices())}
+    for place, device in np.ndenumerate(mesh.devices):
+        if device in local:
+            chunk = table.stages.index(place[axis])
+            layers = range(sum(sizes[:chunk]), sum(sizes[: chunk + 1]))
+            counts = {"forward": table.counts(place[axis], "F"), "backward": table.counts(place[axis], "B")}
+            devices[local[device]] = {"stage": place[axis], "layers": layers, "most": max(sizes), **counts}
+    return {
+        "signal": pipeline.signal,
+        "microbatches": pipeline.microbatches,
+        "parts": setup.run.config.train.accumulate,
+        "by_stage": pipeline.remat == "stage",
+        "devices": devices,
+    }
 
 
 def _rows(profile: Profile) -> Iterator[list[str]]:

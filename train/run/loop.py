@@ -26,7 +26,7 @@ from ..hooks import Evaluations, Hooks, held_out_means
 from ..processes.processes import barrier
 from ..processes.watch import Watch
 from ..records.console import Screen
-from ..records.profiler import Profiler
+from ..records.profiler import Profiler, layers_of_devices
 from ..records.progress import Progress, StepResult
 from ..records.records import Records
 from ..records.summary import describe_end, duration_text, tokens_per_sample
@@ -321,7 +321,7 @@ class Loop:
     def _profile(self, step: int, train_step: Any, progress: Progress) -> None:
         known = {signal for parameter in self.setup.storage.model.parameters for signal in parameter.signals}
         with progress.interrupted(), self._phase("profile", step=step):
-            self.profiler.finish(step, train_step.as_text(), known)
+            self.profiler.finish(step, train_step.as_text(), known, layers_of_devices(self.setup))
 
     @contextlib.contextmanager
     def _phase(self, name: str, **details: Any) -> Iterator[None]:

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import collections
 import statistics
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jgt.planner.hlo.collectives import is_collective
 from jgt.planner.hlo.kernels import CONTROL
 from jgt.planner.hlo.origin import Origin, full_signal, origin_at
 from jgt.planner.hlo.text import Module
 from jgt.planner.profile.events import Event, Trace, read_trace
+from jgt.planner.profile.layers import LayerTimes, PipelineTimes, StageOfLayers
 from jgt.planner.profile.overlap import BusyTime, Interval, divide_time
 
 OTHER = "(other)"
@@ -82,6 +83,15 @@ class Profile:
         annotation: the name of the StepTraceAnnotation around the call of each step. text: the compiled program. See `profile_of`.
         """
         return profile_of(read_trace(path, annotation), Module.parse(text), num_steps, known_signals)
+
+    @staticmethod
+    def read_layers(path: Path, annotation: str, text: str, num_steps: int, stages: Mapping[str, Any]) -> LayerTimes | None:
+        """The times of a pipeline's layers in a trace's file; None if it does not show each layer.
+
+        stages: the fields of `PipelineTimes`, and for each of its devices those of `StageOfLayers`.
+        """
+        devices = {device: StageOfLayers(**stage) for device, stage in stages["devices"].items()}
+        return replace(PipelineTimes(**stages), devices=devices).read(path, annotation, text, num_steps)
 
 
 def profile_of(trace: Trace, module: Module, num_steps: int, known_signals: Iterable[str]) -> Profile | None:

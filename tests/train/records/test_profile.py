@@ -7,6 +7,7 @@ import json
 import pytest
 
 from jgt.document import InputError
+from jgt.schedule.balance import MeasuredCosts
 from train.__main__ import main
 from train.config import load
 from train.processes.watch import Watch
@@ -80,3 +81,12 @@ def test_ranges_that_are_refused(tiny_file, tmp_path, capsys, steps, message):
     assert main(["--config", str(tiny_file), f"run.dir={tmp_path}/run", *more, f"--profile={steps}"]) == 2
     assert f"command line: --profile: {steps}: {message}" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_profile_of_a_pipeline_has_the_costs_of_its_layers(tiny_file, tmp_path):
+    more = ["train.steps=4", "model.layers=3", "mesh={data: 4, fsdp: 1, stage: 2, tensor: 1}", "rules=jgt:pipeline"]
+    stages = "pipeline={signal: layers, microbatches: 4, layers: [1, 2]}"
+    train(load(tiny_file, [f"run.dir={tmp_path}", *more, stages]), profiled=StepRange(first=3, last=4))
+    costs = MeasuredCosts.read(tmp_path, "test")
+    assert [cost.stage for cost in costs.layers] == [0, 1, 1]
+    assert all(cost.forward_ms > 0 and cost.backward_ms > 0 for cost in costs.layers) and costs.ends_ms > 0
