@@ -329,6 +329,28 @@ class HookConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AlertsConfig:
+    """The `alerts:` section: what a person should hear of while a run trains. null turns a kind of alert off.
+
+    command: a program and its arguments, which is called for each alert with environment variables that describe it.
+    seconds: the longest time for it; then it is killed.
+    spike: an alert if a logged loss is above the usual one by this share of it. A loss that is not finite is always one.
+    straggler: an alert if a process makes the steps this many times as long.
+    throughput: an alert if a logged step has less than this share of the usual speed.
+    disk: an alert if less than this share of the disk of the run directory is free.
+    progress: an alert if a process has made no progress for this share of the time after which the watchdog ends it.
+    """
+
+    command: tuple[str, ...] = ()
+    seconds: Seconds = 30.0
+    spike: Positive | None = 1.0
+    straggler: Annotated[float, Bound(low=1.2, high=1e6)] | None = 1.2
+    throughput: Fraction | None = 0.7
+    disk: Fraction | None = 0.05
+    progress: Fraction | None = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
 class Fault:
     """An entry of `debug.faults`: a failure that a drill injects, once in a run.
 

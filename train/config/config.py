@@ -18,6 +18,7 @@ from ..models.config import ModelConfig, OwnModel
 from ..processes.config import WatchdogConfig
 from ..sections import (
     OTHER_WORDS,
+    AlertsConfig,
     CheckpointConfig,
     DebugConfig,
     DevicesConfig,
@@ -62,6 +63,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: tuple[LoggerName, ...] | None = None
     hooks: dict[str, HookConfig] = field(default_factory=dict[str, HookConfig])
+    alerts: AlertsConfig | None = None
     debug: DebugConfig = field(default_factory=DebugConfig)
     budget: Node | None = None
 

@@ -25,7 +25,7 @@ from ..code.files import Code, read_code
 from ..code.names import is_name, name_problem, object_name
 from ..data.config import OwnData, path_problems
 from ..models.config import ModelConfig
-from ..sections import DPO, HookConfig, TrainConfig, logger_problem, missing_loggers
+from ..sections import DPO, AlertsConfig, HookConfig, TrainConfig, logger_problem, missing_loggers
 from ..sync.config import SyncConfig
 from ..weights.adapters import with_adapter
 from ..weights.described import with_published
@@ -34,7 +34,7 @@ from .sync import sync_problems
 
 _DATA_AXES = ("replica", "data", "fsdp")
 """The axes that split a batch where no rules say it."""
-_OPTIONAL = {"lora": LoraConfig, "pipeline": PipelineConfig, "sync": SyncConfig}
+_OPTIONAL = {"alerts": AlertsConfig, "lora": LoraConfig, "pipeline": PipelineConfig, "sync": SyncConfig}
 """The sections that a run need not have."""
 
 

@@ -1,5 +1,6 @@
-"""Consequences of the steps and evaluations of a run: calls of the user's own code, the best checkpoint, an early end."""
+"""Consequences of the steps and evaluations of a run: calls of the user's own code, alerts, the best checkpoint, an early end."""
 
+from .alerts import Alerts as Alerts
 from .evaluations import Evaluations as Evaluations
 from .evaluations import held_out_means as held_out_means
 from .evaluations import open_evaluations as open_evaluations

@@ -32,7 +32,7 @@ from .status import LAUNCHER, events_file, left_open, processes_of
 _PHASES, _BESIDE = 0, 1
 _LANES = {_PHASES: "phases", _BESIDE: "beside the phases"}
 _BESIDE_PHASES = ("write", "export")
-_INSTANTS = ("stop", "fault", "nonfinite", "spike", "save_failed", "export_failed", "config", "exit")
+_INSTANTS = ("stop", "fault", "nonfinite", "spike", "save_failed", "export_failed", "alert", "config", "exit")
 _NO_PHASES = frozenset((*_INSTANTS, *_BESIDE_PHASES))
 _WRITTEN_AT_ONCE = 1000
 _COUNTERS = ("loss", "eval_loss", "grad_norm", "tokens_per_s", "samples_per_s", "memory_bytes")

@@ -33,7 +33,7 @@ from ..data.own import open_own
 from ..evaluate.reference import with_reference
 from ..export.exports import Exports
 from ..export.form import run_form
-from ..hooks import Evaluations, Hook, Hooks, open_evaluations, open_hooks
+from ..hooks import Alerts, Evaluations, Hook, Hooks, open_evaluations, open_hooks
 from ..processes.processes import agree_on_input, barrier, clock_ahead, number_of_processes, shared_store, this_process
 from ..processes.watch import Watch
 from ..records.console import Screen
@@ -101,8 +101,12 @@ def train(
         barrier("run directory")
         mirror = closing.enter_context(copied(run.config.run, process, lock if isinstance(lock, Lease) else None))
         loggers = [] if process else open_loggers(run.config.log, folder, run.config.run.name, run.resolved)
+        alerts = None if process or run.config.alerts is None else Alerts(run.config.alerts, folder)
+        loggers += [] if alerts is None else [alerts]
         records = Records(folder, process=process, loggers=loggers, begun=entered)
         closing.callback(records.close)
+        if alerts is not None:
+            alerts.begin(records.event)
         is_ours = (lambda: True) if lock is None else lock.is_held
         asked = None if process else watch.request
         # Another run cannot have this folder while its lock is held, whoever has the lease of its bucket.

@@ -26,7 +26,21 @@ _METRICS_BYTES, _EVENTS_BYTES, _LANE_BYTES = 1 << 17, 1 << 20, 1 << 13
 _EVENTS_SECONDS = 10.0
 _RATE_ROWS = 200
 """The last logged steps from which the time left follows."""
-_SHOWN = ("start", "stop", "fault", "nonfinite", "spike", "save_failed", "export", "export_failed", "write", "config", "eval", "profile")
+_SHOWN = (
+    "start",
+    "stop",
+    "fault",
+    "nonfinite",
+    "spike",
+    "save_failed",
+    "alert",
+    "export",
+    "export_failed",
+    "write",
+    "config",
+    "eval",
+    "profile",
+)
 """The events that are worth a line."""
 
 
