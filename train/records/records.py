@@ -109,7 +109,7 @@ class Records:
         """Appends an event that is no phase of its own. started: seconds since 1970."""
         if name == "save_failed":
             self.timeline.figures.pop("saving", None)
-        self._put({"phase": name, "time": round(started, 3), "seconds": round(seconds, 4), **details})
+        self._put({"phase": name, "time": round(started, 6), "seconds": round(seconds, 6), **details})
 
     def stop(self, **details: Any) -> None:
         """Ends the last phase, and appends the event `stop`."""

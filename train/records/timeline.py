@@ -76,8 +76,11 @@ class Timeline:
             before = self._phase
             if before is None:
                 return
-            row, self._phase = _row(before, time.perf_counter()), phase
-        if row["phase"] != OTHER or row["seconds"] >= _SHORTEST:
+            row = _row(before, time.perf_counter())
+            is_short = row["phase"] == OTHER and row["seconds"] < _SHORTEST
+            # Thousands of lost moments would be missing from the sum of a run's events, so the phase that follows has them.
+            self._phase = phase._replace(since=before.since, clock=before.clock) if is_short and phase is not None else phase
+        if not is_short:
             self._write(row)
 
 
@@ -89,4 +92,4 @@ def _row(phase: _Phase, clock: float) -> dict[str, Any]:
     seconds = clock - phase.clock
     details = phase.details(seconds)
     name = OTHER if details is None else phase.name
-    return {"phase": name, "time": round(phase.since, 3), "seconds": round(seconds, 4), **(details or {})}
+    return {"phase": name, "time": round(phase.since, 6), "seconds": round(seconds, 6), **(details or {})}

@@ -14,12 +14,12 @@ def test_metrics_and_events(tmp_path, read_rows):
     records.metrics(1, {"loss": 2.5, "mfu": None})
     with records.phase("save", step=1):
         pass
-    records.event("step", 12.3456, 1.00004, steps=3)
+    records.event("step", 12.3456789, 1.0000004, steps=3)
     assert read_rows(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.5, "mfu": None}]
     # This test ignores what happens between the phases.
     save, step = (row for row in read_rows(tmp_path / "events.jsonl") if row["phase"] != "other")
     assert save.keys() == {"phase", "time", "seconds", "step"}
-    assert step == {"phase": "step", "time": 12.346, "seconds": 1.0, "steps": 3}
+    assert step == {"phase": "step", "time": 12.345679, "seconds": 1.0, "steps": 3}
 
 
 def test_a_restart_forgets_later_steps_and_a_line_cut_short(tmp_path, read_rows):
