@@ -11,7 +11,7 @@ from jgt.document import Bound, InputError, LocalPath
 from jgt.schedule.balance import MeasuredCosts, chosen_sizes, even
 from jgt.schedule.schedules import CHUNKED, TRIED, find_table
 from jgt.schedule.simulate import Costs, Simulation, simulate
-from jgt.schedule.table import Table
+from jgt.schedule.table import KINDS, Table
 
 _CHOICES = {"remat": ("none", "layer", "stage"), "gather": ("step", "layer"), "idle": ("compute", "skip", None)}
 
@@ -108,6 +108,21 @@ class PipelineConfig:
         with_recompute: a recompute before the backward pass counts, which is as long as a forward pass.
         """
         return simulate(self.table(num_stages), Costs(backward=2 if with_recompute and self.remat != "none" else 1))
+
+    def planned(self, run: str) -> list[tuple[int, str, float, float]]:
+        """The stage, the name, the start and the length in milliseconds of each item, by the costs that a run has measured for its layers.
+
+        Without embedding and head. Raises InputError without costs.
+        """
+        costs = MeasuredCosts.read(run, "pipeline")
+        table = self.table(1 + max(cost.stage for cost in costs.layers))
+        chunks = costs.chunks(table, self.sizes(table, len(costs.layers)), self.stage_costs or None)
+        return [
+            (stage, table.item_text(slot.kind, item), slot.start, chunks[item.chunk][KINDS.index(slot.kind)])
+            for slot in simulate(table, chunks=chunks).slots
+            for stage, item in enumerate(table.rows(slot.kind)[slot.tick])
+            if item is not None
+        ]
 
     def axes_inside(self, sizes: Mapping[str, int], batch_axes: Sequence[str]) -> tuple[str, ...]:
         """The axes of a mesh that split a stage's work on its rows: neither the stage axis nor the batch's axes."""

@@ -30,6 +30,7 @@ from .step_range import PROFILE, StepRange
 _SIGNALS_FILE = "signals.json"
 _TRIAL, _TRIAL_SECONDS = "trial", 60.0
 """The file that exists while a profile that the run was asked for may still end its process: JAX's issues 40260 and 15384."""
+_MOST_SLICES = 200_000
 _ANNOTATION = "train"
 """The name of a step's dispatch in the trace."""
 _COLUMNS = ["signal", "forward", "backward", "recompute", "exposed", "sum", "share", "collectives"]
@@ -43,6 +44,7 @@ class Profiler:
         # JAX names a trace by host and second: processes on one machine would write to the same file.
         self._folder = run / PROFILE if process == 0 else run / PROFILE / f"process-{process}"
         self._costs = run / PROFILE / f"costs-{process}.json"
+        self._slices, self._begun = run / PROFILE / f"slices-{process}.json", 0.0
         self._before: set[Path] = set()
         self.tracing = False
         """Whether a trace is running."""
@@ -98,7 +100,7 @@ class Profiler:
         options.python_tracer_level = 0
         try:
             jax.profiler.start_trace(str(self._folder), profiler_options=options)
-            self.tracing = True
+            self.tracing, self._begun = True, time.time()
         except (OSError, RuntimeError) as error:
             say(f"the profile could not be begun: {error}")
 
@@ -116,6 +118,8 @@ class Profiler:
         new = [path for path in self._traces() if path not in self._before]
         if new and self._steps is not None and stages is not None:
             self._store_costs(new[0], text, done + 1 - self._steps.first, stages)
+        if new and self._steps is not None:
+            self._store_slices(new[0], text, known_signals, done)
         if not self._is_first or not new or self._steps is None:
             return
         # JAX writes one trace per process and recording.
@@ -145,6 +149,13 @@ class Profiler:
         # As below: a trace may fail anywhere, and so may the disk.
         except Exception as error:
             say(f"the costs of layers could not be read from {trace}: {type(error).__name__}: {error}")
+
+    def _store_slices(self, trace: Path, text: str, known_signals: Iterable[str], done: int) -> None:
+        """Writes what this process's devices did, by signal, which `jgt trace` shows."""
+        with contextlib.suppress(Exception):
+            slices = Profile.read_slices(trace, _ANNOTATION, text, known_signals)[:_MOST_SLICES]
+            steps = {"first": self._steps and self._steps.first, "last": done}
+            self._slices.write_text(json.dumps({"begin": self._begun, **steps, "slices": slices}) + "\n")
 
     def close(self) -> None:
         """Ends the trace if one is running. Failing to write it does not stop the run."""

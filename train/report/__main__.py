@@ -84,8 +84,13 @@ def trace_parser() -> CommandParser:
     """The command line of `jgt trace`."""
     parser = CommandParser("jgt trace", "Writes the whole of a run as a timeline, for ui.perfetto.dev or chrome://tracing.")
     parser.add_argument("run", metavar="RUN", help="the run directory, such as runs/quickstart")
-    parser.add_argument("--output", metavar="FILE", default=TIMELINE, help=f"the file to write ({TIMELINE}); compressed if it ends in .gz")
+    parser.add_argument(
+        "--output", metavar="FILE", help=f"the file to write ({TIMELINE}, or step-N.trace.json.gz); compressed if it ends in .gz"
+    )
     parser.add_argument("--last", type=_duration, metavar="TIME", help="only the last part of the run, such as 30m, 12h or 2d")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="only the profile that has step N, by signal, beside the schedule of a pipeline"
+    )
     return parser
 
 
@@ -98,8 +103,8 @@ def _duration(text: str) -> float:
 
 
 def _trace(arguments: argparse.Namespace) -> None:
-    path = Path(arguments.output)
-    count = write_trace(Path(arguments.run), path, arguments.last)
+    path = Path(arguments.output or (TIMELINE if arguments.step is None else f"step-{arguments.step}.trace.json.gz"))
+    count = write_trace(Path(arguments.run), path, arguments.last, arguments.step)
     print(f"Wrote {count:,} events to {path}. Open it at ui.perfetto.dev or chrome://tracing")
 
 

@@ -25,6 +25,7 @@ from jgt.document import InputError
 
 from ..checkpoint.disk import open_file
 from .accounts import CAUSE_OF, preserved_steps
+from .devices import DeviceLanes
 from .events import Event, as_event, stretch_of
 from .rows import read_metrics, read_object, read_tail
 from .status import LAUNCHER, events_file, left_open, processes_of
@@ -45,15 +46,16 @@ _GAP = 0.002
 """Seconds between two events that are no gap: they are rounded to milliseconds."""
 
 
-def write_trace(run: Path, path: Path, last_s: float | None = None) -> int:
+def write_trace(run: Path, path: Path, last_s: float | None = None, step: int | None = None) -> int:
     """Writes the timeline of a run into a JSON file, compressed if its name ends in .gz. Returns the number of its events.
 
-    last_s: only what ended in this many seconds before the last event. Raises InputError without events, and OSError.
+    last_s: only what ended in this many seconds before the last event. step: only the profile that has this step. Raises InputError without
+    events or such a profile, and OSError.
     """
     if not events_file(run, 0).is_file():
         why = ": it has no events.jsonl" if run.is_dir() else ""
         raise InputError([f"{run}: is not a run directory{why}. Name one, such as runs/quickstart"])
-    run_trace, count = _RunTrace(run, last_s), 0
+    run_trace, count = _RunTrace(run, last_s, step), 0
     with _opened(path) as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         events = run_trace.events()
@@ -82,7 +84,7 @@ def _text(event: Mapping[str, Any]) -> str:
 class _RunTrace:
     """The timeline of a run. begin: the moment 0, in seconds since 1970, by the first process's clock."""
 
-    def __init__(self, run: Path, last_s: float | None):
+    def __init__(self, run: Path, last_s: float | None, step: int | None):
         self._run, begins, resumed = run, list[float](), list[float]()
         for line in _lines(events_file(run, 0)):
             # As a start's summary has it: the first of these events says where it resumed. All others are not read twice.
@@ -98,24 +100,37 @@ class _RunTrace:
         self._begins, self._limits = begins, preserved_steps(resumed)
         last = [event for row in (*read_tail(events_file(run, 0), _TAIL), left_open(run, 0)) if (event := as_event(row)) is not None]
         end = max((event.time + event.seconds for event in last), default=math.inf)
-        self._since = -math.inf if last_s is None else end - last_s
+        self._since, self._until = -math.inf if last_s is None else end - last_s, math.inf
+        if step is not None:
+            profile = DeviceLanes(run, 0)
+            if not profile.first <= step <= profile.last:
+                known = (
+                    f"has steps {profile.first} to {profile.last}"
+                    if profile.last
+                    else "does not exist: ask for one by --profile or jgt top"
+                )
+                raise InputError([f"{run}: --step: {step}: the profile {known}"])
+            self._since, self._until = profile.begin, profile.end
 
     def events(self) -> Iterator[dict[str, Any]]:
         """All events, process by process."""
         for process in sorted(processes_of(self._run)):
             yield from self._process(process, process)
+        yield from DeviceLanes(self._run, 0).planned(self.begin)
         yield from self._process(LAUNCHER, _LAUNCHER_PID)
         with contextlib.suppress(OSError):
             for row in read_metrics(self._run / "metrics.jsonl"):
                 at = row.get("time")
                 for name in _COUNTERS:
-                    if isinstance(at, float) and at >= self._since and isinstance(value := row.get(name), int | float):
+                    if isinstance(at, float) and self._since <= at <= self._until and isinstance(value := row.get(name), int | float):
                         yield {"ph": "C", "name": name, "pid": 0, "ts": self._us(at), "args": {name: value}}
 
     def _process(self, process: int | str, pid: int) -> Iterator[dict[str, Any]]:
-        name, end, last, saves = str(process), None, -math.inf, dict[int | None, float]()
-        for event in _aligned(_events(self._run, process)):
-            finish = event.time + event.seconds
+        name, end, last, saves, ahead = str(process), None, -math.inf, dict[int | None, float](), 0.0
+        for event, by in _aligned(_events(self._run, process)):
+            ahead, finish = by, event.time + event.seconds
+            if event.time > self._until:
+                break
             if event.phase == "start":
                 name = f"process {process} ({event.text('host') or ''})"
                 yield from self._between(end, last, event.time, pid)
@@ -133,6 +148,7 @@ class _RunTrace:
         yield from self._between(end, last, last, pid)
         if end is not None:
             yield from _names(name, pid)
+            yield from DeviceLanes(self._run, process).events(pid, self.begin + ahead)
 
     def _between(self, end: float | None, last: float, begin: float, pid: int) -> Iterator[dict[str, Any]]:
         """The slices from the end of the last phase of a start to the last event of it, and from there to the next start."""
@@ -140,7 +156,7 @@ class _RunTrace:
             return
         last = max(end, min(last, begin))
         for name, cause, since, until in (("other", "other", end, last), ("between two starts", "down", last, begin)):
-            if until > max(since + _GAP, self._since):
+            if until > max(since + _GAP, self._since) and since <= self._until:
                 yield self._slice(name, cause, since, until - since, pid)
 
     def _phase(self, event: Event, pid: int) -> Iterator[dict[str, Any]]:
@@ -208,14 +224,14 @@ def _names(name: str, pid: int) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": lane, "args": {"name": title}}
 
 
-def _aligned(events: Iterator[Event]) -> Iterator[Event]:
-    """The events by the first process's clock, with which each start has compared its own."""
+def _aligned(events: Iterator[Event]) -> Iterator[tuple[Event, float]]:
+    """The events by the first process's clock, with which each start has compared its own, and by how much its own is ahead."""
     ahead = 0.0
     for event in events:
         if event.phase == "start":
             clock = event.details.get("clock")
             ahead = float(clock) if isinstance(clock, float) and abs(clock) < 1e9 else 0.0
-        yield Event(event.phase, event.time - ahead, event.seconds, event.details) if ahead else event
+        yield Event(event.phase, event.time - ahead, event.seconds, event.details) if ahead else event, ahead
 
 
 def _events(run: Path, process: int | str) -> Iterator[Event]:

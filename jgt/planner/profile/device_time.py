@@ -25,6 +25,8 @@ from jgt.planner.profile.overlap import BusyTime, Interval, divide_time
 
 OTHER = "(other)"
 """The row of what is not an instruction of the program: other programs, copies to and from the host, kernels without a name."""
+_SAME_US = 20.0
+"""Two stretches of the same signal with a shorter pause between them are one."""
 _OTHER_ORIGIN = Origin(OTHER, "forward")
 
 
@@ -83,6 +85,24 @@ class Profile:
         annotation: the name of the StepTraceAnnotation around the call of each step. text: the compiled program. See `profile_of`.
         """
         return profile_of(read_trace(path, annotation), Module.parse(text), num_steps, known_signals)
+
+    @staticmethod
+    def read_slices(path: Path, annotation: str, text: str, known_signals: Iterable[str]) -> list[list[Any]]:
+        """Device, start and length in microseconds, signal and phase of each stretch of a device's time, from a trace's file."""
+        trace, reader = read_trace(path, annotation), _Reader(Module.parse(text), set(known_signals))
+        found, ends = collections.defaultdict[int, list[list[Any]]](list), collections.defaultdict[int, float](float)
+        for event in sorted(trace.events, key=lambda event: event.start_ns):
+            origin, before = reader.origin(event), found[event.device][-1:]
+            # Kernels may overlap, and slices of a lane may not.
+            begin, end = max(event.start_ns / 1e3, ends[event.device]), event.end_ns / 1e3
+            if origin is None or end <= begin:
+                continue
+            if before and before[0][3:] == [*origin] and begin - ends[event.device] < _SAME_US:
+                before[0][2] = round(end - before[0][1], 1)
+            else:
+                found[event.device].append([event.device, round(begin, 1), round(end - begin, 1), *origin])
+            ends[event.device] = end
+        return [row for rows in found.values() for row in rows]
 
     @staticmethod
     def read_layers(path: Path, annotation: str, text: str, num_steps: int, stages: Mapping[str, Any]) -> LayerTimes | None:
@@ -168,6 +188,10 @@ class _Reader:
             late_ms=_overlap(busy.gaps, late) / per_step,
         )
         return _Device(time=time, busy=busy, collectives=collectives)
+
+    def origin(self, event: Event) -> Origin | None:
+        """The signal and the phase of an event of the program; None of any other, and of what contains others."""
+        return self._owner(event.instruction)[0] if self._is_of_program(event) and not self._contains_others(event) else None
 
     def _is_of_program(self, event: Event) -> bool:
         # An event without a program, such as a part of a CUDA graph, is recognized by its instruction alone.

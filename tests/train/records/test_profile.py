@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from train.__main__ import main
 from train.config import load
 from train.processes.watch import Watch
 from train.records.step_range import MAX_STEPS, StepRange
+from train.report.__main__ import trace
 from train.run.train import train
 
 
@@ -90,3 +92,20 @@ def test_a_profile_of_a_pipeline_has_the_costs_of_its_layers(tiny_file, tmp_path
     costs = MeasuredCosts.read(tmp_path, "test")
     assert [cost.stage for cost in costs.layers] == [0, 1, 1]
     assert all(cost.forward_ms > 0 and cost.backward_ms > 0 for cost in costs.layers) and costs.ends_ms > 0
+    # Both stages are busy in the plan for as long as their layers have taken.
+    planned = load(tiny_file, [f"run.dir={tmp_path}", *more, stages]).pipeline.planned(str(tmp_path))
+    for stage in (0, 1):
+        layers = [cost for cost in costs.layers if cost.stage == stage]
+        assert sum(ms for at, _, _, ms in planned if at == stage) == pytest.approx(4 * sum(c.forward_ms + c.backward_ms for c in layers))
+    assert trace([str(tmp_path), "--step", "3", "--output", str(tmp_path / "step.json")]) == 0
+    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    assert {e["name"] for e in events if e.get("cat") == "plan"} == {f"{kind}{m}" for kind in "FB" for m in range(4)}
+    signals = {signal for device in range(8) for signal in signals_of(events, device)}
+    assert {"embed", "layers/mlp", "head", "optimizer"} <= signals
+
+
+def signals_of(events, device):
+    """The signals of a device's slices, none of which overlap."""
+    slices = sorted((e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (0, 10 + device)), key=lambda e: e["ts"])
+    assert slices and all(one["ts"] + one["dur"] <= two["ts"] + 0.2 for one, two in itertools.pairwise(slices))
+    return {one["cat"] for one in slices}

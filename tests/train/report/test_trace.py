@@ -189,3 +189,48 @@ def test_whatever_the_files_say_a_viewer_can_read_the_timeline(tmp_path_factory,
         events_file(folder, process).write_bytes("".join(json.dumps(row) + "\n" for row in rows).encode() + rest)
     (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": 1, "time": 1.0, **row}) + "\n" for row in second))
     jsonschema.validate(traced(folder, folder), FORMAT)
+
+
+def profiled(run, process, begin, slices):
+    (run / "profile").mkdir(exist_ok=True)
+    rows = {"begin": begin, "first": 12, "last": 14, "slices": slices}
+    (run / "profile" / f"slices-{process}.json").write_text(json.dumps(rows))
+
+
+def test_the_devices_of_a_profile_have_lanes_by_the_first_clock(run, tmp_path):
+    before = traced(run, tmp_path)["traceEvents"]
+    begin = min(json.loads(line)["time"] for line in (run / "events.jsonl").read_text().splitlines() if "time" in line)
+    ahead = next(json.loads(line)["clock"] for line in reversed((run / "events-1.jsonl").read_text().splitlines()) if "clock" in line)
+    profiled(run, 0, begin + 50, [[0, 1000.0, 500.0, "layers/attn", "forward"], [1, 1500.0, 250.0, "head", "backward"]])
+    profiled(run, 1, begin + 50 + ahead, [[0, 1000.0, 500.0, "layers/attn", "forward"]])
+    found = traced(run, tmp_path)
+    jsonschema.validate(found, FORMAT)
+    lanes = [e for e in found["traceEvents"] if e["ph"] == "X" and e["tid"] >= 10]
+    assert [(e["pid"], e["tid"], e["cat"], e["dur"]) for e in lanes] == [
+        (0, 10, "layers/attn", 500),
+        (0, 11, "head", 250),
+        (1, 10, "layers/attn", 500),
+    ]
+    assert [e["ts"] for e in lanes] == pytest.approx([50.001e6, 50.0015e6, 50.001e6], abs=2)
+    assert len(found["traceEvents"]) == len(before) + 6
+    step = traced(run, tmp_path, "--step", "13")["traceEvents"]
+    assert [e for e in step if e["ph"] == "X" and e["tid"] >= 10] == lanes
+    assert len(phases(step, 0)) == 1
+
+
+def test_a_step_without_a_profile_is_an_error(run, tmp_path, capsys):
+    assert trace([str(run), "--step", "3"]) == 2
+    assert "--step: 3: the profile does not exist" in capsys.readouterr().err
+    profiled(run, 0, 1e9, [[0, 1.0, 1.0, "a", "forward"]])
+    assert trace([str(run), "--step", "15"]) == 2
+    assert "--step: 15: the profile has steps 12 to 14" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"slices": 3}', '{"begin": 1e9, "first": 1, "last": 2, "slices": [[0, NaN, 1, "a", "b"]]}', "[" * 100_000]
+)
+def test_a_damaged_profile_is_none(run, tmp_path, text):
+    before = traced(run, tmp_path)
+    (run / "profile").mkdir()
+    (run / "profile" / "slices-0.json").write_text(text)
+    assert traced(run, tmp_path) == before
