@@ -1,39 +1,48 @@
 """What it costs to watch a run: a frame of `jgt top`, its refresh, the trace of a million events, and what a run pays for its status.
 
-    python benchmarks/watch.py [--json] [--save]
+    python benchmarks/watch.py [--json] [--save] [--live 20]
 
 The runs are written here, as a run of 30 days would have left them. Each command runs in a process of its own. Linux counts the memory of
-this program in that of a command.
+this program in that of a command. With --live, real runs are watched too: one that compiles for some seconds, and this many quiet ones of
+two processes, in which no process may be named as a straggler.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.harness import make_parser, report, run_process
+from benchmarks.harness import ROOT, FailedError, make_parser, report, run_process
+from jgt.document import InputError
 from train.records.clock import Stretches
 from train.records.status import Status
 from train.records.timeline import Timeline
+from train.report.events import read_events
 from train.top.frame import draw_frame
-from train.top.present import Watched
+from train.top.present import Present, Watched
 
 _DAY = 86_400.0
+_QUIET_STEPS = 150
 _WIDE = {"COLUMNS": "200", "LINES": "60"}
 
 
 def main() -> None:
     """Prints a line for each measurement, or one JSON object."""
-    arguments = make_parser(__doc__).parse_args()
+    parser = make_parser(__doc__)
+    parser.add_argument("--live", type=int, default=0, metavar="RUNS", help="also watch this many real runs")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, begun = Path(name), time.time() - 30 * _DAY
         write_run(folder / "large", 1_000, begun, int(30 * _DAY / 600))
@@ -46,6 +55,8 @@ def main() -> None:
             "refresh_of_64_processes": refresh(folder / "middle"),
             "run": cost_of_a_run(folder),
         }
+        if arguments.live:
+            found |= {"compiling": told_to_compile(folder / "compiling"), "quiet": quiet_runs(folder, arguments.live)}
     report("watch", found, arguments)
 
 
@@ -121,6 +132,50 @@ def cost_of_a_run(folder: Path, steps: int = 20_000, writes: int = 500) -> dict[
         status.write()
     of_status = (time.thread_time() - begun) / writes
     return {"step_cpu_s": of_step, "status_cpu_s": of_status, "share_of_100_ms": of_status + of_step / 0.1}
+
+
+def frames(run: Path, command: Sequence[str]) -> Iterator[Present]:
+    """Starts a run in a process of its own, and reads its present five times a second until it ends."""
+    process = subprocess.Popen([sys.executable, "-m", "jgt", *command, f"run.dir={run}"], cwd=ROOT, stdout=subprocess.DEVNULL)
+    watched = None
+    while process.poll() is None:
+        time.sleep(0.2)
+        if watched is None:
+            # Until the first process has written its status, the folder is none of a run.
+            with contextlib.suppress(InputError):
+                watched = Watched(run)
+        if watched is not None:
+            yield watched.read()
+    if process.returncode:
+        raise FailedError(f"the run {run} ended with exit code {process.returncode}")
+
+
+def told_to_compile(run: Path) -> dict[str, float]:
+    """The seconds of a compilation, and how long it takes until a frame shows it."""
+    more = [
+        "train.steps=1",
+        "data.eval_tokens=0",
+        "sample.tokens=0",
+        "xla.cache=null",
+        "pipeline.schedule=zb_interleaved",
+        "model.layers=8",
+    ]
+    shown = [frame.now for frame in frames(run, ["train", "configs/pipeline.yaml", *more]) for m in frame.members if m.phase == "compile"]
+    event = next(event for event in read_events(run / "events.jsonl")[0] if event.phase == "compile")
+    return {"seconds": event.seconds, "shown_after_s": min(shown) - event.time}
+
+
+def quiet_runs(folder: Path, count: int) -> dict[str, int]:
+    """Runs of two processes that nothing disturbs: their frames with measured steps, and those that name a straggler."""
+    more = [f"train.steps={_QUIET_STEPS}", "data.eval_tokens=0", "sample.tokens=0", "mesh={data: 2, fsdp: 1, tensor: 1}"]
+    more += ["model.layers=2", "model.embed=64", "model.ffn=128", "model.seq=64", "devices.virtual_cpu=1", "checkpoint.every=0"]
+    found = {"runs": count, "frames": 0, "named": 0}
+    for number in range(count):
+        run = folder / f"quiet-{number}"
+        for frame in frames(run, ["launch", "--processes", "2", "--", "configs/quickstart.yaml", *more]):
+            found["frames"] += sum(len(m.windows) == 2 for m in frame.members) > 1
+            found["named"] += any(m.slower is not None for m in frame.members)
+    return found
 
 
 if __name__ == "__main__":
