@@ -4,7 +4,7 @@ The chosen places are short: encoding, compiling, the write of a compiled progra
 ever hits them, so the test watches the files of the run, and kills when the place has begun.
 
 A run of two processes has devices of both in its mesh. In a run with experts, the state has more than the optimizer's: each router's bias.
-In runs with `sync:` it has what each replica has for itself, the outer momentum, or what roundings took away. Their checkpoints, of every
+A run on chats packs conversations into rows, and with adapters its frozen parameters are beside the trained ones. In runs with `sync:` it has what each replica has for itself, the outer momentum, or what roundings took away. Their checkpoints, of every
 second step, are of states inside phases of three steps and at exchanges.
 
 The same on a bucket, whose server answers some requests by 500 or 503, some not at all, and some after it has done them without an answer.
@@ -84,6 +84,8 @@ SHARES = 9
 """The slow tests: so many shares of eight kills for each kind of start, with one process and with two, and with experts."""
 SYNC_SHARES = 2
 """The slow tests of runs with `sync:`: so many shares of seven kills for each layout."""
+PACKED_SHARES = 2
+"""The slow tests of runs on packed conversations: so many shares of six kills for each layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,7 @@ class Layout:
 
 BALANCED = "model.experts={count: 4, choose: 2, ffn: 32, balance: bias, balance_rate: 0.01}"
 REPLICAS = "mesh={replica: 2, fsdp: 4}"
+CHATS = "data={source: chat, path: CHATS, packing: true, eval_tokens: 0}"
 LAYOUTS = {
     "1": Layout(count=1, mesh="mesh={data: 1, fsdp: 2}", rules=RULES),
     "2": Layout(count=2, mesh="mesh={data: 2, fsdp: 2}", rules=RULES),
@@ -115,6 +118,8 @@ LAYOUTS = {
         options=("pipeline={signal: layers, microbatches: 2, schedule: 1f1b}",),
         here="mesh={stage: 2, data: 2, fsdp: 2, tensor: 1}",
     ),
+    "packed": Layout(count=1, mesh="mesh={data: 1, fsdp: 2}", rules=RULES, options=(CHATS,)),
+    "packed-lora": Layout(count=1, mesh="mesh={data: 1, fsdp: 2}", rules=RULES, options=(CHATS, "lora={rank: 4, alpha: 8}")),
     "phases": Layout(count=1, mesh="mesh={replica: 2, fsdp: 1}", rules=HYBRID, options=(PHASES,), here=REPLICAS),
     "phases2": Layout(count=2, mesh="mesh={replica: 2, fsdp: 2}", rules=HYBRID, options=(PHASES,), here=REPLICAS),
     "late": Layout(count=1, mesh="mesh={replica: 2, fsdp: 1}", rules=HYBRID, options=(LATE,), here=REPLICAS),
@@ -129,6 +134,7 @@ LAYOUTS = {
 }
 SYNC = tuple(name for name in LAYOUTS if name.startswith(("phases", "late")))
 PLAIN = ("1", "2", "experts")
+PACKED = ("packed", "packed-lora")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +158,15 @@ def runs(nursery, tiny_file, tmp_path_factory):
 class Runs:
     def __init__(self, nursery, tiny_file, folder):
         self._nursery, self._file, self._folder = nursery, tiny_file, folder
-        self._texts = folder / "texts.jsonl"
+        self._texts, self._chats = folder / "texts.jsonl", folder / "chats.jsonl"
         self._servers, self._on = {}, {}
         for name, layout in LAYOUTS.items():
             self._rules(name).write_text(document.dump(layout.rules))
         # Many short documents, so that encoding takes long enough to be hit.
         self._texts.write_text("".join(json.dumps({"text": str(i * i)}) + "\n" for i in range(30_000)))
+        chats = ((("user", f"{i} + 1?"), ("assistant", str(i + 1))) for i in range(5_000))
+        messages = ([{"role": role, "content": text} for role, text in chat] for chat in chats)
+        self._chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in messages))
         self._straight = {}
 
     def start(self, folder, name, *more):
@@ -200,6 +209,9 @@ class Runs:
     def _rules(self, name):
         return self._folder / f"rules-{name}.yaml"
 
+    def _options(self, name):
+        return [option.replace("CHATS", str(self._chats)) for option in LAYOUTS[name].options]
+
     def _arguments(self, folder, name):
         layout, data = LAYOUTS[name], f"data={{source: jsonl, path: {self._texts}, eval_tokens: 0}}"
         spool = [f"run.spool={folder}", "run.copy_seconds=1", "run.lease_seconds=15"] if folder in self._on else []
@@ -210,7 +222,7 @@ class Runs:
             layout.mesh,
             "devices.virtual_cpu=2",
             data,
-            *layout.options,
+            *self._options(name),
         ]
         return ["--config", str(self._file), *options, *OVERRIDES]
 
@@ -231,7 +243,7 @@ class Runs:
         layout, folder = LAYOUTS[name], f"run.dir={self._folder / 'none'}"
         # On all devices of this process. A state of replicas can be read on any mesh with as many of them.
         mesh = [layout.here, f"rules={self._rules(name)}"] if layout.here else []
-        return prepare(load(self._file, [folder, *mesh, *layout.options, *OVERRIDES]))
+        return prepare(load(self._file, [folder, *mesh, *self._options(name), *OVERRIDES]))
 
     def outcome(self, folder, name):
         """The state at the end, with its place in it, and the loss of every step."""
@@ -314,6 +326,9 @@ def shares():
             yield pytest.param(name, resume, moments, marks=pytest.mark.slow, id=f"{name}-{resume}-{share}")
     for name, share in itertools.product(SYNC, range(SYNC_SHARES)):
         moments = ["exchange", "exchange", "saved", *chance.choices(["exchange", "anywhere", "anywhere"], k=4)]
+        yield pytest.param(name, "auto", moments, marks=pytest.mark.slow, id=f"{name}-auto-{share}")
+    for name, share in itertools.product(PACKED, range(PACKED_SHARES)):
+        moments = ["encode", "saved", *chance.choices(LATER, k=4)]
         yield pytest.param(name, "auto", moments, marks=pytest.mark.slow, id=f"{name}-auto-{share}")
 
 
