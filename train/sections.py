@@ -38,7 +38,8 @@ Wire = Literal["f32", "bf16", "int8"]
 """The type in which numbers travel over a slow axis."""
 
 DPO = "dpo"
-"""The name of the loss of preferences, in `train.loss`."""
+PAIRED = (DPO, "orpo")
+"""The names of the losses of preferences, in `train.loss`."""
 LoggerName = Literal["jsonl", "tensorboard", "csv", "wandb", "mlflow"]
 _PACKAGES: Mapping[str, str] = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}
 """The package that a logger needs. The extra of the logger's name installs it."""
@@ -213,7 +214,8 @@ class TrainConfig:
     of the whole run over the training data. batch: sequences in an update, over all devices. auto: takes the best layout for the devices at
     hand, of those that the file leaves open. accumulate: the number of equal parts of the batch, which run one after another to save
     memory. loss: the loss of the model, MODULE:NAME. null: the cross entropy of the next token. dpo: direct preference optimisation, of
-    pairs of answers. beta: dpo's factor of rewards: the larger, the nearer the model stays to its beginning. remat: the values that the
+    pairs of answers. orpo: odds ratio preference optimisation, which needs no reference. beta: dpo's factor of rewards: the larger, the
+    nearer the model stays to its beginning; orpo's weight of the odds. remat: the values that the
     backward pass computes again instead of reading them from memory. matmuls: all of a layer but the results of its matmuls and of cuDNN's
     attention; attention: attention's scores; block: each layer, from its input; a list: each layer except the tensors of these names; auto:
     the first setting whose step fits in the devices' memory, of matmuls and block, or without a fused kernel of none, attention, matmuls

@@ -25,7 +25,7 @@ from ..code.files import Code, read_code
 from ..code.names import is_name, name_problem, object_name
 from ..data.config import OwnData, path_problems
 from ..models.config import ModelConfig
-from ..sections import DPO, AlertsConfig, HookConfig, TrainConfig, logger_problem, missing_loggers
+from ..sections import PAIRED, AlertsConfig, HookConfig, TrainConfig, logger_problem, missing_loggers
 from ..sync.config import SyncConfig
 from ..weights.adapters import with_adapter
 from ..weights.described import with_published
@@ -234,19 +234,21 @@ def _loss_problems(run: Run) -> Iterator[str]:
     # Another key of the section may be wrong, which is not read then.
     config, node = run.config, run.root.find("train").children.get("loss")
     loss = None if node is None else node.plain()
-    if isinstance(loss, str) and loss != DPO and not is_name(loss):
-        yield run.root.find("train.loss").problem(f"{document.shown(loss)} is neither {DPO} nor MODULE:NAME, such as my_models:loss")
+    if isinstance(loss, str) and loss not in PAIRED and not is_name(loss):
+        yield run.root.find("train.loss").problem(
+            f"{document.shown(loss)} is neither {' nor '.join(PAIRED)} nor MODULE:NAME, such as my_models:loss"
+        )
     if isinstance(config.data, OwnData) and loss is None and not config.data.has_texts:
         yield run.root.find("data.source").problem("data of your own needs a loss of your own. Add train.loss: MODULE:NAME")
     if run.own("data.source") is None and config.data.source == "preferences" and loss is None:
-        yield run.root.find("data.source").problem(f"preferences needs a loss of pairs of answers. Add train.loss: {DPO}")
-    if run.own("data.source") is None and config.data.source != "preferences" and loss == DPO:
-        yield run.root.find("train.loss").problem(f"{DPO} needs pairs of answers. Set data.source: preferences (docs/finetune.md)")
+        yield run.root.find("data.source").problem(f"preferences needs a loss of pairs of answers. Add train.loss: {' or '.join(PAIRED)}")
+    if run.own("data.source") is None and config.data.source != "preferences" and loss in PAIRED:
+        yield run.root.find("train.loss").problem(f"{loss} needs pairs of answers. Set data.source: preferences (docs/finetune.md)")
     for key, other in (("train.loss_chunks", config.train.loss_chunks), ("sample.tokens", config.sample.tokens)):
-        if loss not in (None, DPO) and other:
+        if loss not in (None, *PAIRED) and other:
             yield run.root.find(key).problem("belongs to language models without a loss of their own. Remove the key, or train.loss")
-    if config.train.beta != TrainConfig.beta and loss != DPO:
-        yield run.root.find("train.beta").problem(f"only train.loss: {DPO} reads it. Remove the key")
+    if config.train.beta != TrainConfig.beta and loss not in PAIRED:
+        yield run.root.find("train.beta").problem(f"only train.loss: {' and '.join(PAIRED)} read it. Remove the key")
     if config.optimizer.gradients == "bf16" and config.model.dtype == "f32":
         yield run.root.find("optimizer.gradients").problem("bf16 needs model.dtype: bf16. Gradients of f32 matmuls are f32")
 
@@ -262,7 +264,7 @@ def _order_problems(run: Run) -> Iterator[str]:
         yield node.problem(
             f"zigzag is the order of attention over one axis of the mesh, but {found}. Use rules: jgt:context, or order: plain"
         )
-    if run.config.train.loss not in (None, DPO):
+    if run.config.train.loss not in (None, *PAIRED):
         yield node.problem("a loss of your own would see the tokens of a row in another order. Use order: plain")
 
 

@@ -14,11 +14,11 @@ from ..code.names import load_object
 from ..config import Config
 from ..models.config import ModelConfig, OwnModel
 from ..models.model import Model
-from ..sections import DPO, TrainConfig
+from ..sections import DPO, PAIRED, TrainConfig
 from ..step.config import OptimizerConfig, OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks
 from ..step.objective import Loss, ShardedLoss, checked_loss, mode_of, own_objective, token_objective
-from ..step.preference import dpo_loss
+from ..step.preference import dpo_loss, orpo_loss
 from .layout import MeshLayout
 
 Where = Callable[[str], str]
@@ -30,9 +30,9 @@ CALL = "model.kind: a call with tokens [b, s]"
 def own_loss_of(config: Config, chunks: int, code: Code, where: Where) -> Callable[..., Any] | None:
     """The loss that `train.loss` names; None for the cross entropy of the next token."""
     name, place = config.train.loss, where("train.loss")
-    if name == DPO:
+    if name in PAIRED:
         softcap = None if isinstance(config.model, OwnModel) else config.model.logits_softcap
-        return partial(dpo_loss, beta=config.train.beta, chunks=chunks, softcap=softcap)
+        return partial(dpo_loss if name == DPO else orpo_loss, beta=config.train.beta, chunks=chunks, softcap=softcap)
     return None if name is None else checked_loss(load_object(name, "train.loss", code, place), place)
 
 
@@ -96,7 +96,7 @@ def fewest_chunks(train: TrainConfig, model: ModelConfig | OwnModel, layout: Mes
     pipeline = layout.pipeline
     # The logits of these rows exist at once: the rows of one part of the batch, in a pipeline of one microbatch.
     rows = train.batch // train.accumulate // (1 if pipeline is None else pipeline.microbatches)
-    rows *= 2 if train.loss == DPO else 1
+    rows *= 2 if train.loss in PAIRED else 1
     return num_chunks(rows, model.seq, model.vocab, layout.mesh.size, local_seq=max(model.seq // layout.sequence_shards, 1))
 
 

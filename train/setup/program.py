@@ -29,7 +29,7 @@ from ..models.experts.config import ExpertsConfig
 from ..models.kernels import AttentionChoice, choose_attention
 from ..models.linear import compute_type
 from ..models.model import Model, Terms, of_flax, places_taken
-from ..sections import DPO
+from ..sections import DPO, PAIRED
 from ..step.loss import token_places
 from ..step.objective import ShardedLoss, check_results, mode_of, own_objective, reported
 from ..step.preference import REFERENCE
@@ -222,7 +222,7 @@ def _with_exchange_metrics(model: Model, experts: ExpertsConfig, seq: int, layou
 def _check_places(config: Config, model: Model, where: Where) -> None:
     """Raises InputError if the model would not learn where documents begin, or which positions tokens have."""
     # A loss of the user's own has the batch, and calls the model as it likes.
-    if isinstance(config.data, OwnData) or config.train.loss not in (None, DPO):
+    if isinstance(config.data, OwnData) or config.train.loss not in (None, *PAIRED):
         return
     masks = config.data.documents == "mask"
     wanted: list[tuple[str, str, str, str]] = []

@@ -1,4 +1,4 @@
-"""The loss of preferences: of two answers to one prompt, people preferred the first.
+"""The losses of preferences: of two answers to one prompt, people preferred the first.
 
 Direct preference optimisation (DPO, arXiv 2305.18290) needs neither a model of rewards nor samples. The reward of an answer is how much
 likelier the model finds it than the reference, which is the model before its first step:
@@ -8,6 +8,12 @@ likelier the model finds it than the reference, which is the model before its fi
 
 The reference does not change, so its log-probabilities are data: a run computes them once (`train.evaluate.reference`), and a step neither
 holds a second model nor runs it.
+
+Odds ratio preference optimisation (ORPO, arXiv 2403.07691) needs no reference at all. With P the geometric mean of the probabilities of an
+answer's tokens, it trains on the chosen answer and away from the rejected one at once:
+
+    odds = P / (1 - P)
+    loss = -log P(chosen answer) - beta log sigmoid(log(odds of the chosen answer / odds of the rejected one))
 
 b pairs, s seq, d embed, v vocab.
 """
@@ -28,6 +34,8 @@ from .objective import Arrays
 
 REFERENCE = "reference"
 """The name in a batch of the reference's log-probabilities, f32[b, 2]."""
+_LARGEST_LOG = -1e-6
+"""A probability has at most this logarithm where its odds are taken, which are infinite at 1."""
 
 
 def dpo_loss(model: Any, batch: Arrays, *, beta: float, chunks: int = 1, softcap: float | None = None) -> Any:
@@ -38,14 +46,26 @@ def dpo_loss(model: Any, batch: Arrays, *, beta: float, chunks: int = 1, softcap
     time, a divisor of s. softcap: the limit of the logits.
     """
     rewards = beta * (log_probabilities(model, batch, chunks=chunks, softcap=softcap) - batch[REFERENCE])  # [b, 2]
+    margins = rewards[:, 0] - rewards[:, 1]
+    return _means(batch, -jax.nn.log_sigmoid(margins), margins, chosen_reward=rewards[:, 0])
+
+
+def orpo_loss(model: Any, batch: Arrays, *, beta: float, chunks: int = 1, softcap: float | None = None) -> Any:
+    """As `dpo_loss`, the loss of ORPO, of a batch without a reference. beta: the weight of the odds, which the paper calls lambda."""
+    tokens = jnp.maximum(jnp.sum(batch["weights"], -1), 1)
+    logs = log_probabilities(model, batch, chunks=chunks, softcap=softcap) / tokens  # [b, 2]
+    bounded = jnp.minimum(logs, _LARGEST_LOG)
+    odds = bounded - jnp.log(-jnp.expm1(bounded))
+    margins = odds[:, 0] - odds[:, 1]
+    return _means(batch, -logs[:, 0] - beta * jax.nn.log_sigmoid(margins), margins, chosen_nats=-logs[:, 0])
+
+
+def _means(batch: Arrays, losses: jax.Array, margins: jax.Array, **others: jax.Array) -> Any:
+    """The loss and the metrics, as sums over pairs and their number. losses, margins, others: [b]."""
     is_pair = jnp.any(batch["weights"] > 0, (1, 2)).astype(jnp.float32)
-    margins, pairs = rewards[:, 0] - rewards[:, 1], jnp.sum(is_pair)
-
-    def mean(values: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return jnp.sum(is_pair * values), pairs
-
-    metrics = {"margin": mean(margins), "accuracy": mean((margins > 0).astype(jnp.float32)), "chosen_reward": mean(rewards[:, 0])}
-    return mean(-jax.nn.log_sigmoid(margins)), metrics
+    metrics = {"margin": margins, "accuracy": (margins > 0).astype(jnp.float32), **others}
+    loss, metrics = jax.tree.map(lambda values: (jnp.sum(is_pair * values), jnp.sum(is_pair)), (losses, metrics))
+    return loss, metrics
 
 
 def log_probabilities(model: Any, batch: Arrays, *, chunks: int = 1, softcap: float | None = None) -> jax.Array:

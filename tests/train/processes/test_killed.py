@@ -4,8 +4,9 @@ The chosen places are short: encoding, compiling, the write of a compiled progra
 ever hits them, so the test watches the files of the run, and kills when the place has begun.
 
 A run of two processes has devices of both in its mesh. In a run with experts, the state has more than the optimizer's: each router's bias.
-A run on chats packs conversations into rows, and with adapters its frozen parameters are beside the trained ones. In runs with `sync:` it has what each replica has for itself, the outer momentum, or what roundings took away. Their checkpoints, of every
-second step, are of states inside phases of three steps and at exchanges.
+A run on chats packs whole conversations into rows; with adapters, most of its state is frozen. In runs with `sync:` it has what each
+replica has for itself, the outer momentum, or what roundings took away. Their checkpoints, of every second step, are of states inside
+phases of three steps and at exchanges.
 
 The same on a bucket, whose server answers some requests by 500 or 503, some not at all, and some after it has done them without an answer.
 """
@@ -101,7 +102,8 @@ class Layout:
 
 BALANCED = "model.experts={count: 4, choose: 2, ffn: 32, balance: bias, balance_rate: 0.01}"
 REPLICAS = "mesh={replica: 2, fsdp: 4}"
-CHATS = "data={source: chat, path: CHATS, packing: true, eval_tokens: 0}"
+CHATS = ("data={source: chat, path: CHATS, packing: true, eval_tokens: 0}", "model.seq=128")
+"""Rows of about four conversations."""
 LAYOUTS = {
     "1": Layout(count=1, mesh="mesh={data: 1, fsdp: 2}", rules=RULES),
     "2": Layout(count=2, mesh="mesh={data: 2, fsdp: 2}", rules=RULES),
@@ -118,8 +120,8 @@ LAYOUTS = {
         options=("pipeline={signal: layers, microbatches: 2, schedule: 1f1b}",),
         here="mesh={stage: 2, data: 2, fsdp: 2, tensor: 1}",
     ),
-    "packed": Layout(count=1, mesh="mesh={data: 1, fsdp: 2}", rules=RULES, options=(CHATS,)),
-    "packed-lora": Layout(count=1, mesh="mesh={data: 1, fsdp: 2}", rules=RULES, options=(CHATS, "lora={rank: 4, alpha: 8}")),
+    "packed": Layout(count=1, mesh="mesh={data: 1, fsdp: 2}", rules=RULES, options=CHATS),
+    "packed-lora": Layout(count=1, mesh="mesh={data: 1, fsdp: 2}", rules=RULES, options=(*CHATS, "lora={rank: 4, alpha: 8}")),
     "phases": Layout(count=1, mesh="mesh={replica: 2, fsdp: 1}", rules=HYBRID, options=(PHASES,), here=REPLICAS),
     "phases2": Layout(count=2, mesh="mesh={replica: 2, fsdp: 2}", rules=HYBRID, options=(PHASES,), here=REPLICAS),
     "late": Layout(count=1, mesh="mesh={replica: 2, fsdp: 1}", rules=HYBRID, options=(LATE,), here=REPLICAS),

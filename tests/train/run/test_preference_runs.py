@@ -69,6 +69,16 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(run_of, tmp_path, stopped
 
 
 @pytest.mark.slow
+def test_a_loss_without_a_reference_scores_nothing(run_of, tmp_path, stopped_at):
+    with stopped_at(3):
+        train(run_of("train.loss=orpo"))
+    train(run_of("train.loss=orpo"))
+    train(run_of("train.loss=orpo", f"run.dir={tmp_path / 'whole'}"))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert not (tmp_path / "run" / SCORES).exists()
+
+
+@pytest.mark.slow
 def test_a_start_before_the_first_checkpoint_scores_again(run_of, tmp_path, stopped_at):
     """The run that it begins with may have trained on meanwhile."""
     base = ["train.loss=dpo", "optimizer.lr=0.1", f"run.dir={tmp_path / 'base'}"]
@@ -107,10 +117,11 @@ def test_a_run_keeps_the_model_that_its_reference_came_from(run_of, tmp_path):
     ("override", "problem"),
     [
         ("data={source: stdlib}", r"train\.loss: dpo needs pairs of answers\. Set data\.source: preferences"),
-        ("train.loss=null", r"data\.source: preferences needs a loss of pairs of answers\. Add train\.loss: dpo"),
-        ("train.loss=dpa", r"train\.loss: 'dpa' is neither dpo nor MODULE:NAME"),
+        ("train.loss=null", r"data\.source: preferences needs a loss of pairs of answers\. Add train\.loss: dpo or orpo"),
+        ("data={source: stdlib}; train.loss=orpo", r"train\.loss: orpo needs pairs of answers\. Set data\.source: preferences"),
+        ("train.loss=dpa", r"train\.loss: 'dpa' is neither dpo nor orpo nor MODULE:NAME"),
     ],
 )
 def test_data_and_loss_belong_together(run_of, override, problem):
     with pytest.raises(InputError, match=problem):
-        run_of(override)
+        run_of(*override.split("; "))
