@@ -49,7 +49,7 @@ class Alerts(Logger):
         self._config, self._folder = config, folder
         self._rows = queue.SimpleQueue[tuple[int, Mapping[str, Any]] | None]()
         self._before = {name: collections.deque[float](maxlen=_USUAL) for name in ("loss", *_SPEEDS)}
-        self._active, self._step, self._has_failed = set[str](), 0, False
+        self._active, self._slow, self._step, self._has_failed = set[str](), set[int](), 0, False
         self._event: Callable[..., None] | None = None
         self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
 
@@ -110,8 +110,11 @@ class Alerts(Logger):
         config, now = self._config, time.time()
         found = ((p, read_status(self._folder, p)) for p in sorted(processes_of(self._folder, "status")))
         members = with_stragglers([m for p, status in found if status is not None and (m := read_member(status, p, now)) is not None])
+        # Twice in a row: anything may slow a host for a second.
+        slow = {m.process for m in members if config.straggler is not None and (m.slower or 0.0) >= config.straggler}
+        slow, self._slow = slow & self._slow, slow
         for member in members:
-            if config.straggler is not None and (member.slower or 0.0) >= config.straggler:
+            if member.process in slow:
                 yield "straggler", f"process {member.process} on {member.host} holds up the others: {next(member.notes)}"
             quiet, limit = _quiet(member)
             if config.progress is not None and quiet > config.progress * limit:

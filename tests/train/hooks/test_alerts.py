@@ -77,7 +77,9 @@ def write_status(folder, process, *, age=0.0, idle=0.1, limit=60.0, data=0.1, en
 def test_a_process_that_holds_up_the_others_or_does_nothing(alerts, tmp_path, fault, config, kind):
     for process in range(4):
         write_status(tmp_path, process, **(fault if process == 2 else {}))
-    found = dict(alerts(**{"disk": None, **config}).of_run())
+    watched = alerts(**{"disk": None, **config})
+    assert "straggler" not in dict(watched.of_run())
+    found = dict(watched.of_run())
     assert list(found) == ([] if kind is None else [kind])
     assert all("process 2 on a" in text for text in found.values())
 
