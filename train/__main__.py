@@ -92,8 +92,9 @@ def _main(arguments: argparse.Namespace) -> int:
     with garbage_collection_paused():
         from .compiled import programs_on_trial
         from .records.clock import process_started
+        from .run.opened import dry_run
         from .run.replay import replay
-        from .run.train import dry_run, train
+        from .run.train import train
         from .run.xla import configure_xla
 
     # stderr may not be a file, as in a test, or may be closed.

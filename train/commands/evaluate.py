@@ -26,9 +26,9 @@ from ..hooks import held_out_means
 from ..loaded import Loaded
 from ..run.identity import Resume, check_data
 from ..run.load import load_model
+from ..run.opened import opened_data
 from ..run.replay import digest_of_arrays
 from ..run.start import Feed
-from ..run.train import opened_data
 from ..sections import is_installed
 
 _NATS = "nats per token"

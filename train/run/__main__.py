@@ -33,7 +33,7 @@ def check(argv: Sequence[str] | None = None) -> int:
             import jax
 
             from ..records.windows import data_windows, print_windows
-            from .train import opened_data
+            from .opened import opened_data
 
             # The user's code may start JAX.
             jax.config.update("jax_platforms", "cpu")

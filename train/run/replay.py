@@ -38,8 +38,8 @@ from ..setup import Setup
 from ..step.objective import mean_of_parts
 from ..step.state import State
 from .identity import Resume
+from .opened import open_run
 from .start import Feed, Start, restore_state
-from .train import open_run
 
 _WORST = 5
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}

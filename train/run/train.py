@@ -8,7 +8,6 @@ are gone, is entered first and left last.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import socket
 import time
@@ -16,9 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
-from jgt import amount, path_text
 from jgt.document import InputError
 
 from ..checkpoint.checkpoint import Checkpoints
@@ -26,15 +23,11 @@ from ..checkpoint.disk import DiskError, describe
 from ..command_line import Exit, InUseError, say
 from ..config import Run
 from ..data.batches import Data
-from ..data.config import OwnData
 from ..data.mapped import DataChangedError
-from ..data.opening import open_data, open_own_data
-from ..data.own import open_own
 from ..evaluate.reference import with_reference
 from ..export.exports import Exports
-from ..export.form import run_form
-from ..hooks import Alerts, Evaluations, Hook, Hooks, open_evaluations, open_hooks
-from ..processes.processes import agree_on_input, barrier, clock_ahead, number_of_processes, shared_store, this_process
+from ..hooks import Alerts, Hooks
+from ..processes.processes import barrier, clock_ahead, number_of_processes, shared_store, this_process
 from ..processes.watch import Watch
 from ..records.console import Screen
 from ..records.nvml import Gpus
@@ -46,16 +39,15 @@ from ..records.status import Status
 from ..records.step_range import StepRange
 from ..records.summary import describe_data, describe_size, describe_start, describe_sync
 from ..records.timeline import OTHER
-from ..setup import Setup, prepare
-from ..setup.fit import compiled_to_fit, with_remat
-from ..setup.published import base_shapes
+from ..setup import Setup
 from ..store.lease import Lease
 from ..store.mirror import Mirror
 from .faults import Faults
 from .folder import Lock, copied, hold_bucket, lock_folder, move_earlier_run
 from .history import begin_folder
-from .identity import Resume, check_data, fingerprints
-from .loop import Loop, TaskMetrics, lost_records
+from .identity import Resume, fingerprints
+from .loop import Loop, lost_records
+from .opened import evaluations_of, hooks_of, open_run, open_tasks
 from .start import Position, Start
 from .xla import open_devices
 
@@ -93,33 +85,14 @@ def train(
         open_devices()
         watch.begin_unlimited("opening model and data")
         setup, data = open_run(run, resume)
-        tasks, evaluations, hooks = _tasks(setup), _evaluations(setup, data), _hooks(run)
+        tasks, evaluations, hooks = open_tasks(setup), evaluations_of(setup, data), hooks_of(run)
         # Only the first process has a lock: it alone names and removes files that belong to all. An error here leaves the other processes
         # in the barrier below. This one's watch reports it, and theirs end them.
         lock = None if process else _claim_folder(run, data, resume, screen, closing)
         # The others write into the directory only now, after an earlier run was moved out of it.
         barrier("run directory")
         mirror = closing.enter_context(copied(run.config.run, process, lock if isinstance(lock, Lease) else None))
-        loggers = [] if process else open_loggers(run.config.log, folder, run.config.run.name, run.resolved)
-        alerts = None if process or run.config.alerts is None else Alerts(run.config.alerts, folder)
-        loggers += [] if alerts is None else [alerts]
-        records = Records(folder, process=process, loggers=loggers, begun=entered)
-        closing.callback(records.close)
-        if alerts is not None:
-            alerts.begin(records.event)
-        is_ours = (lambda: True) if lock is None else lock.is_held
-        asked = None if process else watch.request
-        # Another run cannot have this folder while its lock is held, whoever has the lease of its bucket.
-        may_write = is_ours if isinstance(lock, Lock) else lambda: True
-        gpus = Gpus(jax.local_device_count() if jax.default_backend() == "gpu" else 0)
-
-        def now() -> dict[str, Any]:
-            return {**watch.now(), "memory": memory_of_devices(), **gpus.figures()}
-
-        status = Status(folder, process, records.timeline, now, may_write, asked)
-        closing.callback(status.close)
-        watch.on_end = lambda why: _last_words(why, records, status, mirror)
-        records.timeline.figures["clock"] = clock_ahead()
+        records = _open_records(run, watch, lock, mirror, closing, entered)
         _record_start(records, begun or entered, entered)
         _introduce(setup, data, screen)
         faults = Faults(
@@ -128,7 +101,6 @@ def train(
             process,
             lambda fault: records.event("fault", time.time(), 0.0, step=fault.at_step, kind=fault.kind),
         )
-        of_run = {"mesh": setup.mesh.shape, "fingerprints": fingerprints(run, data.fingerprint)}
         exports = closing.enter_context(contextlib.closing(Exports(run, records.event)))
 
         def held() -> set[int]:
@@ -141,7 +113,14 @@ def train(
                 mirror.wake()
 
         checkpoints = Checkpoints(
-            run.config.run.checkpoints, run.config.checkpoint, **of_run, free=faults.free, is_ours=is_ours, saved=saved, held=held
+            run.config.run.checkpoints,
+            run.config.checkpoint,
+            mesh=setup.mesh.shape,
+            fingerprints=fingerprints(run, data.fingerprint),
+            free=faults.free,
+            is_ours=_is_held(lock),
+            saved=saved,
+            held=held,
         )
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         with _closed_afterwards(checkpoints, records):
@@ -153,38 +132,6 @@ def train(
     if on_end is not None:
         on_end(setup, position, done)
     return _exit_code(Exit.DONE if done else stopped_code, lost_records(screen, records))
-
-
-def _tasks(setup: Setup) -> TaskMetrics | None:
-    """The tasks of `eval:`. Raises InputError, on all processes."""
-    run, tasks, problems = setup.run, None, list[str]()
-    if not run.config.eval.tasks:
-        return None
-    # The harness takes seconds to import, and is optional.
-    harness = importlib.import_module("..evaluate.harness", __package__)
-    with InputError.collect(problems):
-        tasks = harness.TasksOfRun(setup, run.config.data.tokenizer_name).metrics
-    agree_on_input(problems, None)
-    return tasks
-
-
-def _evaluations(setup: Setup, data: Data) -> Evaluations | None:
-    """The evaluations by which `checkpoint.best` and `train.stop_early` decide. Raises InputError, on all processes."""
-    run, evaluations, problems = setup.run, None, list[str]()
-    parts = ("", *(f"/{part}" for part in data.eval_parts if len(data.eval_parts) > 1)) if data.eval_parts else ()
-    with InputError.collect(problems):
-        evaluations = open_evaluations(run, lambda: [f"eval_{name}{part}" for name in setup.eval_metrics for part in parts])
-    agree_on_input(problems, None)
-    return evaluations
-
-
-def _hooks(run: Run) -> list[Hook]:
-    """The hooks of `hooks:`. Raises InputError, on all processes."""
-    hooks, problems = list[Hook](), list[str]()
-    with InputError.collect(problems):
-        hooks += open_hooks(run)
-    agree_on_input(problems, None)
-    return hooks
 
 
 def _with_reference(setup: Setup, data: Data, watch: Watch, records: Records, screen: Screen, *, has_begun: bool) -> Data:
@@ -211,6 +158,35 @@ def _claim_folder(run: Run, data: Data, resume: Resume, screen: Screen, closing:
         screen.say(f"The earlier run was moved to {moved}")
     begin_folder(run, data.fingerprint)
     return lock
+
+
+def _open_records(
+    run: Run, watch: Watch, lock: Lock | Lease | None, mirror: Mirror | None, closing: contextlib.ExitStack, entered: float
+) -> Records:
+    """The records of this process, and its status, until `closing` closes. entered: when it entered `train`, in seconds since 1970."""
+    folder, process = run.config.run.path, this_process()
+    loggers = [] if process else open_loggers(run.config.log, folder, run.config.run.name, run.resolved)
+    alerts = None if process or run.config.alerts is None else Alerts(run.config.alerts, folder)
+    records = Records(folder, process=process, loggers=[*loggers, *([] if alerts is None else [alerts])], begun=entered)
+    closing.callback(records.close)
+    if alerts is not None:
+        alerts.begin(records.event)
+    gpus = Gpus(jax.local_device_count() if jax.default_backend() == "gpu" else 0)
+
+    def now() -> dict[str, Any]:
+        return {**watch.now(), "memory": memory_of_devices(), **gpus.figures()}
+
+    # Another run cannot have this folder while its lock is held, whoever has the lease of its bucket.
+    may_write = _is_held(lock if isinstance(lock, Lock) else None)
+    status = Status(folder, process, records.timeline, now, may_write, None if process else watch.request)
+    closing.callback(status.close)
+    watch.on_end = lambda why: _last_words(why, records, status, mirror)
+    records.timeline.figures["clock"] = clock_ahead()
+    return records
+
+
+def _is_held(lock: Lock | Lease | None) -> Callable[[], bool]:
+    return (lambda: True) if lock is None else lock.is_held
 
 
 def _last_words(why: str, records: Records, status: Status, mirror: Mirror | None) -> None:
@@ -275,74 +251,3 @@ def _exit_code(code: int, lost: Mapping[str, int]) -> int:
     say(describe_lost(lost))
     # A code that was asked for has its own reader.
     return Exit.LOST if code == Exit.DONE else code
-
-
-def opened_data(run: Run) -> Data:
-    """The data of a run. Raises InputError."""
-    data, folder, seed = run.config.data, run.config.run.path, run.config.run.seed
-    sizes = {"seq": run.config.model.seq, "vocab": run.config.model.vocab}
-    if isinstance(data, OwnData):
-        return open_own_data(open_own(data, run.code, run.where, **sizes), data, seed=seed, processes=number_of_processes())
-    return open_data(data, **sizes, seed=seed, cache_dir=folder / "data", where=run.where)
-
-
-def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
-    """The program and the data of a run. Raises InputError, on all processes, with everything that is wrong with either."""
-    config = run.config
-    problems: list[str] = []
-    setup = data = None
-    if isinstance(config.data, OwnData):
-        # First, because its samples say which arrays the program gets.
-        with InputError.collect(problems):
-            data = opened_data(run)
-    # The data is opened even if the program is wrong, so that all problems are reported at once.
-    if data is not None or not problems:
-        with InputError.collect(problems):
-            setup = prepare(run, element=None if data is None else data.element)
-    if setup is not None and config.checkpoint.export is not None:
-        # Now, and not after days of training.
-        with InputError.collect(problems):
-            shapes = jax.tree.leaves_with_path(base_shapes(setup))
-            run_form(run, config.run.path, {path_text(path): tuple(x.shape) for path, x in shapes})
-    if not isinstance(config.data, OwnData):
-        with InputError.collect(problems):
-            data = opened_data(run)
-    # One process suffices for this check: if it fails, the others stop in agree_on_input too.
-    if data is not None and jax.process_index() == 0:
-        with InputError.collect(problems):
-            check_data(run, data.fingerprint, resume or Resume())
-    agree_on_input(problems, (run.resolved(), None if data is None else data.fingerprint))
-    assert setup is not None and data is not None
-    element = setup.program.element
-    setup = with_remat(setup, lambda remat: prepare(run, element=element, remat=remat), compiled_to_fit)
-    return setup.with_epochs(data.train_sequences), data
-
-
-def dry_run(run: Run) -> None:
-    """Opens model and data on the devices, compiles the step, and prints its bytes per device."""
-    # All processes open the run and compile, since compiling may need all of them; the first one prints.
-    screen = Screen(enabled=jax.process_index() == 0)
-    setup, data = open_run(run)
-    screen.setup(setup)
-    screen.say(describe_data(data.fingerprint))
-    started = time.perf_counter()
-    memory = setup.compile_train_step().memory_analysis()
-    screen.say(f"Compiled the step in {time.perf_counter() - started:.1f} s")
-    shapes, places = setup.shapes, setup.shardings
-    rows = [
-        ["parameters", amount(_bytes_per_device((shapes.params, shapes.frozen), (places.params, places.frozen)), "B")],
-        ["optimizer state", amount(_bytes_per_device(shapes.opt_state, places.opt_state), "B")],
-        *([["variables", amount(_bytes_per_device(shapes.variables, places.variables), "B")]] if shapes.variables else []),
-        ["batch", amount(_bytes_per_device(setup.batch_shapes, setup.batch_shardings), "B")],
-        # XLA's own figure: what it allocates beyond arguments and results.
-        ["temporary (activations, gradients)", amount(memory.temp_size_in_bytes, "B")],
-        ["arguments", amount(memory.argument_size_in_bytes, "B")],
-        ["outputs (donated)", f"{amount(memory.output_size_in_bytes, 'B')} ({amount(memory.alias_size_in_bytes, 'B')})"],
-    ]
-    screen.table("Bytes per device", ["what", "bytes"], rows, numbers=1)
-
-
-def _bytes_per_device(shapes: Any, shardings: Any) -> int:
-    """The bytes of one device's shards of a tree of arrays. The trees of shapes and of shardings have the same structure."""
-    shards = jax.tree.map(lambda x, s: int(np.prod(s.shard_shape(x.shape), dtype=np.int64)) * x.dtype.itemsize, shapes, shardings)
-    return sum(jax.tree.leaves(shards))

@@ -5,7 +5,7 @@ import pytest
 from plugin import needs_plugin
 
 from train.plan.__main__ import main
-from train.run.train import open_run
+from train.run.opened import open_run
 from train.setup import fit
 
 ORDER = ["none", "attention", "matmuls", "block"]

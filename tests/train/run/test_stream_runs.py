@@ -18,8 +18,9 @@ from train.config import load
 from train.records.windows import data_windows
 from train.run.check import check_placement
 from train.run.identity import Resume
+from train.run.opened import dry_run, opened_data
 from train.run.replay import replay
-from train.run.train import dry_run, opened_data, train
+from train.run.train import train
 from train.run.verify import sample_batch
 from train.setup import prepare
 

@@ -148,8 +148,8 @@ def test_a_loss_whose_rows_stay_apart_is_the_same_in_parts(code, loss, tmp_path)
     [("clip", 20, 8), ("retrieval_metric", 20, 8), ("plain", 20, 5), ("byol", 30, 6), ("batch_norm", 20, 5), ("plain", 3, 3)],
 )
 def test_an_evaluation_gets_whole_batches_only_where_rows_meet(code, loss, held_out, rows):
+    from train.run.opened import open_run
     from train.run.start import Feed
-    from train.run.train import open_run
 
     # Batch norm takes its running statistics in an evaluation, so its rows do not meet there.
     setup, data = open_run(run_of(code, loss, f"data.held_out={held_out}"))
@@ -157,8 +157,8 @@ def test_an_evaluation_gets_whole_batches_only_where_rows_meet(code, loss, held_
 
 
 def test_too_few_samples_for_a_whole_batch_are_an_error(code):
+    from train.run.opened import open_run
     from train.run.start import Feed
-    from train.run.train import open_run
 
     setup, data = open_run(run_of(code, "clip", "data.held_out=6"))
     with pytest.raises(InputError, match="6 held-out samples are fewer than a batch of 8, which the loss compares with each other"):

@@ -1,0 +1,135 @@
+"""A run that is opened: its program and its data on the devices, and what is called while it trains. Wrong input is found here.
+
+What is wrong on one process ends all of them, with the same exit code, so each function here exchanges it (`agree_on_input`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jgt import amount, path_text
+from jgt.document import InputError
+
+from ..config import Run
+from ..data.batches import Data
+from ..data.config import OwnData
+from ..data.opening import open_data, open_own_data
+from ..data.own import open_own
+from ..export.form import run_form
+from ..hooks import Evaluations, Hook, open_evaluations, open_hooks
+from ..processes.processes import agree_on_input, number_of_processes
+from ..records.console import Screen
+from ..records.summary import describe_data
+from ..setup import Setup, prepare
+from ..setup.fit import compiled_to_fit, with_remat
+from ..setup.published import base_shapes
+from .identity import Resume, check_data
+from .loop import TaskMetrics
+
+
+def opened_data(run: Run) -> Data:
+    """The data of a run. Raises InputError."""
+    data, folder, seed = run.config.data, run.config.run.path, run.config.run.seed
+    sizes = {"seq": run.config.model.seq, "vocab": run.config.model.vocab}
+    if isinstance(data, OwnData):
+        return open_own_data(open_own(data, run.code, run.where, **sizes), data, seed=seed, processes=number_of_processes())
+    return open_data(data, **sizes, seed=seed, cache_dir=folder / "data", where=run.where)
+
+
+def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
+    """The program and the data of a run. Raises InputError, on all processes, with everything that is wrong with either."""
+    config = run.config
+    problems: list[str] = []
+    setup = data = None
+    if isinstance(config.data, OwnData):
+        # First, because its samples say which arrays the program gets.
+        with InputError.collect(problems):
+            data = opened_data(run)
+    # The data is opened even if the program is wrong, so that all problems are reported at once.
+    if data is not None or not problems:
+        with InputError.collect(problems):
+            setup = prepare(run, element=None if data is None else data.element)
+    if setup is not None and config.checkpoint.export is not None:
+        # Now, and not after days of training.
+        with InputError.collect(problems):
+            shapes = jax.tree.leaves_with_path(base_shapes(setup))
+            run_form(run, config.run.path, {path_text(path): tuple(x.shape) for path, x in shapes})
+    if not isinstance(config.data, OwnData):
+        with InputError.collect(problems):
+            data = opened_data(run)
+    # One process suffices for this check: if it fails, the others stop in agree_on_input too.
+    if data is not None and jax.process_index() == 0:
+        with InputError.collect(problems):
+            check_data(run, data.fingerprint, resume or Resume())
+    agree_on_input(problems, (run.resolved(), None if data is None else data.fingerprint))
+    assert setup is not None and data is not None
+    element = setup.program.element
+    setup = with_remat(setup, lambda remat: prepare(run, element=element, remat=remat), compiled_to_fit)
+    return setup.with_epochs(data.train_sequences), data
+
+
+def open_tasks(setup: Setup) -> TaskMetrics | None:
+    """The tasks of `eval:`. Raises InputError, on all processes."""
+    run, tasks, problems = setup.run, None, list[str]()
+    if not run.config.eval.tasks:
+        return None
+    # The harness takes seconds to import, and is optional.
+    harness = importlib.import_module("..evaluate.harness", __package__)
+    with InputError.collect(problems):
+        tasks = harness.TasksOfRun(setup, run.config.data.tokenizer_name).metrics
+    agree_on_input(problems, None)
+    return tasks
+
+
+def evaluations_of(setup: Setup, data: Data) -> Evaluations | None:
+    """The evaluations by which `checkpoint.best` and `train.stop_early` decide. Raises InputError, on all processes."""
+    run, evaluations, problems = setup.run, None, list[str]()
+    parts = ("", *(f"/{part}" for part in data.eval_parts if len(data.eval_parts) > 1)) if data.eval_parts else ()
+    with InputError.collect(problems):
+        evaluations = open_evaluations(run, lambda: [f"eval_{name}{part}" for name in setup.eval_metrics for part in parts])
+    agree_on_input(problems, None)
+    return evaluations
+
+
+def hooks_of(run: Run) -> list[Hook]:
+    """The hooks of `hooks:`. Raises InputError, on all processes."""
+    hooks, problems = list[Hook](), list[str]()
+    with InputError.collect(problems):
+        hooks += open_hooks(run)
+    agree_on_input(problems, None)
+    return hooks
+
+
+def dry_run(run: Run) -> None:
+    """Opens model and data on the devices, compiles the step, and prints its bytes per device."""
+    # All processes open the run and compile, since compiling may need all of them; the first one prints.
+    screen = Screen(enabled=jax.process_index() == 0)
+    setup, data = open_run(run)
+    screen.setup(setup)
+    screen.say(describe_data(data.fingerprint))
+    started = time.perf_counter()
+    memory = setup.compile_train_step().memory_analysis()
+    screen.say(f"Compiled the step in {time.perf_counter() - started:.1f} s")
+    shapes, places = setup.shapes, setup.shardings
+    rows = [
+        ["parameters", amount(_bytes_per_device((shapes.params, shapes.frozen), (places.params, places.frozen)), "B")],
+        ["optimizer state", amount(_bytes_per_device(shapes.opt_state, places.opt_state), "B")],
+        *([["variables", amount(_bytes_per_device(shapes.variables, places.variables), "B")]] if shapes.variables else []),
+        ["batch", amount(_bytes_per_device(setup.batch_shapes, setup.batch_shardings), "B")],
+        # XLA's own figure: what it allocates beyond arguments and results.
+        ["temporary (activations, gradients)", amount(memory.temp_size_in_bytes, "B")],
+        ["arguments", amount(memory.argument_size_in_bytes, "B")],
+        ["outputs (donated)", f"{amount(memory.output_size_in_bytes, 'B')} ({amount(memory.alias_size_in_bytes, 'B')})"],
+    ]
+    screen.table("Bytes per device", ["what", "bytes"], rows, numbers=1)
+
+
+def _bytes_per_device(shapes: Any, shardings: Any) -> int:
+    """The bytes of one device's shards of a tree of arrays. The trees of shapes and of shardings have the same structure."""
+    shards = jax.tree.map(lambda x, s: int(np.prod(s.shard_shape(x.shape), dtype=np.int64)) * x.dtype.itemsize, shapes, shardings)
+    return sum(jax.tree.leaves(shards))
