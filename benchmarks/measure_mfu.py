@@ -25,8 +25,8 @@ from train.config import Run, load
 from train.data.opening import open_data
 from train.records.progress import peak_flops
 from train.run.start import Feed
-from train.run.xla import configure_xla
 from train.setup import Setup, prepare
+from train.setup.xla import configure_xla
 
 _SIZE = 8192
 _MATMULS = 50

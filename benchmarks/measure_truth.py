@@ -24,8 +24,8 @@ from jgt.planner.described import described, devices_of
 from jgt.planner.hardware.target import Target
 from jgt.planner.plan import read_plan
 from train.config import load
-from train.run.xla import planned_flags
 from train.setup import prepare
+from train.setup.xla import planned_flags
 
 
 def main() -> None:

@@ -95,7 +95,7 @@ def _main(arguments: argparse.Namespace) -> int:
         from .run.opened import dry_run
         from .run.replay import replay
         from .run.train import train
-        from .run.xla import configure_xla
+        from .setup.xla import configure_xla
 
     # stderr may not be a file, as in a test, or may be closed.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
@@ -198,7 +198,7 @@ def _join(run: Run, arguments: argparse.Namespace, cluster: Cluster | None) -> N
     """Makes this process one of the run's processes."""
     from .processes.join import Membership, facts_of
     from .processes.processes import start_jax
-    from .run.xla import open_devices
+    from .setup.xla import open_devices
 
     is_watched = not arguments.dry_run and arguments.replay is None
     # JAX ends a process whose peers are silent too, but without a reason or stacks, and after a suspension of all processes. Where there

@@ -26,8 +26,8 @@ from ..generate.generate import programs_of
 from ..generate.rules import rules_of
 from ..models.cache import Cache, KeysValues, kinds_of
 from ..models.config import ModelConfig
-from ..run.xla import planned_flags
 from ..setup.layout import mesh_layout
+from ..setup.xla import planned_flags
 from .make import num_devices_of, setup_maker
 from .request import Texts
 

@@ -18,10 +18,10 @@ from jgt.planner import Target, Workload, described_device
 from ..command_line import say
 from ..config import Run
 from ..records.summary import tokens_per_sample
-from ..run.xla import planned_flags
 from ..search.plans import Answer, RunFile
 from ..setup import AUTO, Remat, Setup, prepare
 from ..setup.fit import with_remat
+from ..setup.xla import planned_flags
 from .advice import Adviser, Setting
 from .sync import Exchange, formula_bytes
 

@@ -29,11 +29,11 @@ from ..config import Run
 from ..processes.processes import start_jax
 from ..report.rows import read_metrics
 from ..setup import Setup
+from ..setup.xla import configure_xla, open_devices
 from ..step.state import State
 from .identity import check_places, read_resume
 from .start import Position
 from .train import train
-from .xla import configure_xla, open_devices
 
 _PARTS = {
     "model.kind": ("model", "the class of a module or a function that makes one"),

@@ -40,6 +40,7 @@ from ..records.step_range import StepRange
 from ..records.summary import describe_data, describe_size, describe_start, describe_sync
 from ..records.timeline import OTHER
 from ..setup import Setup
+from ..setup.xla import open_devices
 from ..store.lease import Lease
 from ..store.mirror import Mirror
 from .faults import Faults
@@ -49,7 +50,6 @@ from .identity import Resume, fingerprints
 from .loop import Loop, lost_records
 from .opened import evaluations_of, hooks_of, open_run, open_tasks
 from .start import Position, Start
-from .xla import open_devices
 
 _COPY_SECONDS = 2.0
 """How long a process that the watch ends may copy its records to a bucket."""

@@ -20,7 +20,7 @@ from train.models import eight_bits
 from train.models.config import ModelConfig
 from train.models.decoder import build
 from train.models.experts.config import ExpertsConfig
-from train.run.xla import PRESETS
+from train.setup.xla import PRESETS
 
 HAS_HOPPER = any(d.platform == "gpu" and getattr(d, "compute_capability", "") == "9.0" for d in jax.devices())
 

@@ -15,9 +15,9 @@ from train.checkpoint.saved import find_checkpoint
 from train.records.progress import SkippedError
 from train.run.loop import Loop
 from train.run.opened import open_run
-from train.run.train import train
 from train.run.saves import Saves
 from train.run.start import Feed, Position, restore_state
+from train.run.train import train
 from train.sections import CheckpointConfig
 
 BAD = 5

@@ -14,8 +14,8 @@ from train.code.files import read_code
 from train.config import load
 from train.run.identity import Resume
 from train.run.opened import open_run
-from train.run.train import train
 from train.run.start import Start, restore_state
+from train.run.train import train
 
 
 @pytest.fixture

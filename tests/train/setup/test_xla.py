@@ -11,9 +11,9 @@ from jgt.pipeline.config import PipelineConfig
 from jgt.planner.hardware.target import USABLE
 from train.config.config import Config
 from train.models.config import ModelConfig
-from train.run import xla
-from train.run.xla import PRESETS, configure_xla
+from train.setup import xla
 from train.sections import DevicesConfig, XlaConfig
+from train.setup.xla import PRESETS, configure_xla
 from train.sync.config import SyncConfig
 
 GOOD, UNKNOWN = "xla_gpu_enable_latency_hiding_scheduler", "xla_no_such_flag"
