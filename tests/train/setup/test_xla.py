@@ -11,8 +11,8 @@ from jgt.pipeline.config import PipelineConfig
 from jgt.planner.hardware.target import USABLE
 from train.config.config import Config
 from train.models.config import ModelConfig
-from train.setup import xla
 from train.sections import DevicesConfig, XlaConfig
+from train.setup import xla
 from train.setup.xla import PRESETS, configure_xla
 from train.sync.config import SyncConfig
 
