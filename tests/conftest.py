@@ -47,8 +47,8 @@ def root() -> "os.PathLike[str]":
 
 
 def pytest_configure(config):
-    # Two threads for each device, as the trainer has them for exchanges in int8 (train/setup/xla.py), which are among the slow tests. JAX has
-    # not opened its devices yet. The other tests do not need them, and would be slower.
+    # Two threads for each device, as the trainer has them for exchanges in int8 (train/setup/xla.py), which are among the slow tests. JAX
+    # has not opened its devices yet. The other tests do not need them, and would be slower.
     if config.option.markexpr:
         os.environ["NPROC"] = "16"
 
