@@ -135,7 +135,7 @@ def parser() -> RunParser:
     parser.add_argument("--profile", metavar="A:B", help="record steps A to B, and print a table of device time by signal")
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
     resume = "auto: from the newest checkpoint; never: from step 0; PATH: from another run, or from one of its checkpoints"
-    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH", help=resume)
+    parser.add_argument("--resume", default="auto", metavar="auto|never|PATH|URL", help=resume)
     change = "a key of model or data, run.seed or optimizer.name, that may differ from the run that is resumed"
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=change)
     stopped = "exit code if a signal stops the run before its last step (0)"

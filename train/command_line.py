@@ -45,6 +45,7 @@ class RunParser(CommandParser):
     The file follows --config, or is the first argument without an equals sign. is_required: without a file, the process ends with code 2.
     """
 
+    URL_FLAGS = ("--resume",)
     NOT_FLAGS = "Keys of the run's file are written without dashes, such as optimizer.lr=1e-3"
 
     def __init__(self, prog: str, description: str, *, is_required: bool = True):

@@ -21,9 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from jgt import MeshSizes, document
-from jgt.document import Bound, LocalPath
-
-from .store.bucket import bucket_problem, is_url
+from jgt.document import Bound, LocalPath, Place, is_url
 
 Count = Annotated[int, Bound(low=1, high=1_000_000_000)]
 Natural = Annotated[int, Bound(low=0, high=1_000_000_000)]
@@ -92,7 +90,7 @@ class RunConfig:
 
     WORDS = OTHER_WORDS
     name: str = "run"
-    dir: Annotated[str, bucket_problem] | None = None
+    dir: Place | None = None
     spool: LocalPath | None = None
     copy_seconds: Annotated[float, Bound(low=1, high=1_000_000)] = 30.0
     lease_seconds: Annotated[float, Bound(low=3, high=1_000_000)] = 30.0
@@ -287,7 +285,7 @@ class CheckpointConfig:
     not deleted. null: none.
     sha256: adds a SHA-256 to the CRC-32 of every file. It takes ten times as long to compute.
     key: a file, or env:NAME for a variable of the environment, with the key that signs manifests. It implies sha256.
-    weights: another run's directory, or one of its checkpoints. A new run starts with its parameters and statistics.
+    weights: another run's directory or URL, or one of its checkpoints. A new run starts with its parameters and statistics.
     cast: converts floating arrays of a checkpoint that have another type than in this run. false: another type is an error.
     export: folders that transformers loads. null: none.
     """
@@ -301,7 +299,7 @@ class CheckpointConfig:
     best: str | None = None
     sha256: bool = False
     key: LocalPath | None = None
-    weights: LocalPath | None = None
+    weights: Place | None = None
     cast: bool = False
     export: ExportConfig | None = None
 

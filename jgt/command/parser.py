@@ -25,6 +25,8 @@ class CommandParser(argparse.ArgumentParser):
 
     NOT_FLAGS: ClassVar[str] = ""
     """The end of a message about an unknown flag, which says what else may be meant."""
+    URL_FLAGS: ClassVar[tuple[str, ...]] = ()
+    """Flags whose values may be URLs. The command itself refuses those that it cannot use."""
     takes_urls = False
     """Whether arguments that are not flags may be URLs. The command itself refuses those that it cannot use."""
 
@@ -76,10 +78,11 @@ class CommandParser(argparse.ArgumentParser):
         # Arguments behind `--` are not flags.
         given = arguments[: arguments.index("--")] if "--" in arguments else arguments
         problems: list[str] = []
-        for argument in given:
+        for before, argument in zip(("", *given), given, strict=False):
             flag, _, value = argument.partition("=")
             path = value if argument.startswith("--") else "" if self.takes_urls else argument
-            if problem := url_problem(path):
+            takes_it = (flag if argument.startswith("--") else before) in self.URL_FLAGS
+            if not takes_it and (problem := url_problem(path)):
                 problems.append(problem)
             if not argument.startswith("--") or flag in self._option_string_actions:
                 continue

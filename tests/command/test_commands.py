@@ -38,7 +38,9 @@ def test_help_names_every_command(capsys):
     assert all(f"\n  {name} " in text for name in find_commands())
 
 
-@pytest.mark.parametrize("arguments", [["s3://bucket/run.yaml"], ["run.yaml", "--resume", "s3://bucket/run"], ["--code=s3://bucket/run"]])
+@pytest.mark.parametrize(
+    "arguments", [["s3://bucket/run.yaml"], ["run.yaml", "--token-file", "s3://bucket/run"], ["--code=s3://bucket/run"]]
+)
 def test_a_url_is_no_path(refused, arguments):
     url = arguments[-1].removeprefix("--code=")
     (line,) = refused(train_parser(), *arguments)

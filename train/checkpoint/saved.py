@@ -121,8 +121,11 @@ class Search:
 def search_elsewhere(path: Path | str, key: Key | None = None, *, before: int | None = None) -> Search:
     """A search in another run. Nothing in its folder is changed.
 
-    path: a run directory, its `checkpoints` folder, or one of the steps in it; or a run's URL. before: only steps below this number count.
+    path: a run directory or a run's URL, its `checkpoints` folder, or one of the steps in it. before: only steps below this number count.
+    Raises InputError if there is a key: nothing in a bucket is signed.
     """
+    if key is not None and isinstance(path, str):
+        raise InputError([f"{path}: checkpoints in a bucket have no signatures. Copy them to a folder, or remove checkpoint.key"])
     path = path if isinstance(path, str) else path.absolute()
     steps, named = _everywhere(lambda: find_steps(path, key), path)
 

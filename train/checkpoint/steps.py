@@ -34,6 +34,7 @@ _TRASH = "trash"
 _MAX_PROBLEMS = 5
 # Ten digits at most, and no leading zero: one folder name for each step.
 _STEP = re.compile(r"[1-9][0-9]{0,9}")
+_URL = re.compile(r"(.+?)(?:/checkpoints(?:/manifests/0*([1-9][0-9]*)\.json)?)?/*")
 
 
 class Steps:
@@ -172,15 +173,23 @@ def open_steps(place: Path | str, key: Key | None = None) -> Steps | BucketSteps
 
 
 def find_steps(path: Path | str, key: Key | None = None) -> tuple[Steps | BucketSteps, int | None]:
-    """The steps at a place that a person names: a run directory, its `checkpoints` folder, or one of the steps in it; or a run's URL.
+    """The steps at a place that a person names: a run directory or a run's URL, its `checkpoints` folder, or one of the steps in it.
 
     Returns the number of the step too if the path names one. Raises OSError.
     """
     if isinstance(path, str):
-        return BucketSteps(f"{path.rstrip('/')}/{FOLDER}"), None
+        run, step = run_url(path)
+        return BucketSteps(f"{run}/{FOLDER}"), step
     # A relative path may be `.`, which has no name, and a step is recognised by its name.
     path = path.absolute()
     # A step has a number for a name, but so may a run directory; only a step has a manifest.
     if path.name.isdecimal() and kind(path / manifest.NAME) is not None:
         return Steps(path.parent, key), int(path.name)
     return Steps(path / FOLDER if kind(path / FOLDER, follow=True) == stat.S_IFDIR else path, key), None
+
+
+def run_url(url: str) -> tuple[str, int | None]:
+    """The URL of a run, by itself or by that of its checkpoints or of one of them, whose step it returns too."""
+    match = _URL.fullmatch(url)
+    assert match is not None
+    return match[1], int(match[2]) if match[2] else None

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from jgt import CommandParser
-from jgt.document import InputError
+from jgt.document import InputError, is_url, place_of
 
 from ..adapt.config import LoraConfig
 from ..checkpoint.saved import find_checkpoint
@@ -39,7 +39,8 @@ def export(argv: Sequence[str] | None = None) -> int:
 def export_parser() -> CommandParser:
     """The command line of `jgt export`."""
     parser = CommandParser("jgt export", "Writes the model of a run as a folder that Hugging Face's transformers loads.")
-    parser.add_argument("run", metavar="RUN", help="a run directory, or one of the steps in its checkpoints")
+    parser.takes_urls = True
+    parser.add_argument("run", metavar="RUN", help="a run directory, or the URL of a run in a bucket, or one of the steps there")
     parser.add_argument("out", metavar="OUT", help="the folder to write")
     keys = "values that replace those of the run's file, such as model.hf=FOLDER for a model that was moved"
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help=keys)
@@ -58,12 +59,14 @@ def _export(arguments: argparse.Namespace) -> None:
     size = re.fullmatch(r"(\d+(?:\.\d+)?)(MB|GB|)", arguments.max_file)
     if size is None or float(size[1]) <= 0:
         raise InputError([f"command line: --max-file {arguments.max_file}: must be a size, such as 5GB or 500MB"])
+    if is_url(arguments.out):
+        raise InputError([f"command line: OUT {arguments.out}: is a URL. Name a folder, and copy that to the bucket"])
     # The accelerators of this machine stay with whatever runs on them.
     jax.config.update("jax_platforms", "cpu")
-    folder, run = open_run_folder(Path(arguments.run), read_code(arguments.code), arguments.overrides)
+    folder, run = open_run_folder(place_of(arguments.run), read_code(arguments.code), arguments.overrides)
     _check_form(arguments, run.config.lora)
     key = read_key(run.config.checkpoint.key)
-    saved, reports = find_checkpoint(_checkpoint(Path(arguments.run), arguments.step, key), key)
+    saved, reports = find_checkpoint(_checkpoint(place_of(arguments.run), arguments.step, key), key)
     if saved is None:
         raise InputError([*reports, f"{arguments.run}: has no whole checkpoint"])
     model, out = SavedModel.of(saved, run.config.model, run.config.lora), Path(arguments.out)
@@ -87,7 +90,7 @@ def _check_form(arguments: argparse.Namespace, lora: LoraConfig | None) -> None:
         raise InputError([f"command line: --{named}: {arguments.run} trains no adapter (it has no section lora). Leave the option out"])
 
 
-def _checkpoint(path: Path, step: int | None, key: Key | None) -> Path | str:
+def _checkpoint(path: Path | str, step: int | None, key: Key | None) -> Path | str:
     """The path of a step of a run, or the path that was given for its newest one."""
     if step is None:
         return path

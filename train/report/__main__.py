@@ -11,9 +11,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from jgt import CommandParser, Console
-from jgt.document import InputError, nearest
+from jgt.document import InputError, is_url, nearest
 
-from ..store.bucket import is_url
 from ..store.mirror import local_copies
 from .accounts import read_accounts
 from .compare import compare_runs, print_comparison
@@ -83,7 +82,8 @@ def compare_parser() -> CommandParser:
 def trace_parser() -> CommandParser:
     """The command line of `jgt trace`."""
     parser = CommandParser("jgt trace", "Writes the whole of a run as a timeline, for ui.perfetto.dev or chrome://tracing.")
-    parser.add_argument("run", metavar="RUN", help="the run directory, such as runs/quickstart")
+    parser.takes_urls = True
+    parser.add_argument("run", metavar="RUN", help="the run directory, such as runs/quickstart, or the URL of a run in a bucket")
     parser.add_argument(
         "--output", metavar="FILE", help=f"the file to write ({TIMELINE}, or step-N.trace.json.gz); compressed if it ends in .gz"
     )
@@ -104,7 +104,8 @@ def _duration(text: str) -> float:
 
 def _trace(arguments: argparse.Namespace) -> None:
     path = Path(arguments.output or (TIMELINE if arguments.step is None else f"step-{arguments.step}.trace.json.gz"))
-    count = write_trace(Path(arguments.run), path, arguments.last, arguments.step)
+    with local_copies([arguments.run]) as (run,):
+        count = write_trace(run, path, arguments.last, arguments.step)
     print(f"Wrote {count:,} events to {path}. Open it at ui.perfetto.dev or chrome://tracing")
 
 

@@ -149,6 +149,9 @@ def copied(run: RunConfig, process: int, lease: Lease | None) -> Iterator[Mirror
     try:
         yield mirror
     finally:
+        if lease is not None:
+            # The last copy waits for a late answer to the lease, because no other one follows.
+            lease.is_held()
         mirror.close()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jgt import document
-from jgt.document import InputError, Node, nearest, path_problem, shown
+from jgt.document import InputError, Node, bucket_problem, is_url, nearest, path_problem, place_of, shown
 
 from ..checkpoint.disk import DiskError, describe
 from ..checkpoint.steps import find_steps, open_steps
@@ -46,12 +46,12 @@ class Resume:
     """
 
     never: bool = False
-    path: Path | None = None
+    path: Path | str | None = None
     allow: tuple[str, ...] = ()
 
 
 def read_resume(resume: str, allow: Sequence[str], checkpoints: Path | str) -> Resume:
-    """The flags `--resume` (auto, never or a path) and `--allow-change` (keys) of a run with checkpoints there. Raises InputError."""
+    """The flags `--resume` (auto, never, or a place) and `--allow-change` (keys) of a run with checkpoints there. Raises InputError."""
     problems, allowed = [], (*FIXED, _REFERENCE, _BASE)
     for key in allow:
         if not any(_is_below(key, section) for section in allowed):
@@ -59,9 +59,11 @@ def read_resume(resume: str, allow: Sequence[str], checkpoints: Path | str) -> R
             near = nearest(key, allowed, lists=False)
             why = f"unknown key. {near}" if near else "is not a key that needs to be allowed."
             problems.append(f"command line: --allow-change: {key}: {why} {keys}")
-    path = None if resume in ("auto", "never") else Path(str(resume))
+    path = None if resume in ("auto", "never") else place_of(str(resume))
     # A run with checkpoints resumes from them, and its origin may be gone.
-    if path is not None and path_problem(path, "folder") and not open_steps(checkpoints).listed():
+    if isinstance(path, str) and (problem := bucket_problem(path)):
+        problems.append(f"command line: --resume: {problem}")
+    elif isinstance(path, Path) and path_problem(path, "folder") and not open_steps(checkpoints).listed():
         problems.append(f"command line: --resume: {resume}: is not a folder. Write auto, never, a run directory or one of its checkpoints")
     if problems:
         raise InputError(problems)
@@ -115,9 +117,9 @@ def check_weights(run: Run) -> None:
     weights = run.config.checkpoint.weights
     if weights is None:
         return
-    steps, named = find_steps(Path(weights))
+    steps, named = find_steps(place_of(weights))
     if named is None and not steps.listed():
-        why = f"no checkpoint in {weights}" if os.path.lexists(weights) else f"{weights} does not exist"
+        why = f"no checkpoint in {weights}" if is_url(weights) or os.path.lexists(weights) else f"{weights} does not exist"
         remedy = "Name a run directory, or one of the steps in its checkpoints/"
         if (Path(weights) / "config.json").is_file():
             remedy = "A folder of Hugging Face belongs in model.hf"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,11 +20,12 @@ import numpy as np
 
 import jgt
 from jgt import Rules
-from jgt.document import InputError, read
+from jgt.document import InputError, is_url, place_of, read
 
 from .. import config as configs
 from ..checkpoint.saved import SavedStep, find_checkpoint
 from ..checkpoint.signature import read_key
+from ..checkpoint.steps import run_url
 from ..code.files import COPY, Code
 from ..code.names import is_name
 from ..compiled import finish_trial
@@ -38,9 +40,11 @@ from ..setup import Setup, prepare
 from ..setup.layout import mesh_layout
 from ..setup.published import PublishedFiles, open_published, published_params
 from ..step.trained import merged
-from ..store.bucket import is_url
+from ..store.bucket import Bucket
 from ..store.cache import local_folder
+from ..store.mirror import RECORDS, fetch_records
 from ..weights.adapters import common_section
+from ..weights.origin import ORIGIN
 from .api import listed, own_code, start_jax_here
 from .folder import CONFIG
 from .replicas import restored_of_one
@@ -67,7 +71,7 @@ def load_model(
 ) -> Loaded:
     """The model of a run directory's newest checkpoint, of one of its checkpoints, or of a folder of Hugging Face, with or without `hf:`.
 
-    The folder may be the URL of one in a bucket, of which a copy is read.
+    Each may be in a bucket and named by its URL. Of a folder of Hugging Face, a copy is read.
 
     overrides: changes of the run's config. model, loss, data, code: the run's own parts, as in `run_here`. mesh, rules: the layout of the
     arrays: sizes by axis, and rules, which are the run's if only a mesh is given. sharded: whether mesh and rules are the run's. Without
@@ -98,7 +102,7 @@ def load_model(
     if generates:
         run = replace(run, rules=rules_of(run, mesh_layout(run).mesh.shape)[0])
     setup = prepare(run if sharded else _with_small_batch(run), partial_rules=True)
-    return _published(setup, folder, peft, problems) if is_published else _trained(setup, Path(path))
+    return _published(setup, folder, peft, problems) if is_published else _trained(setup, place_of(path))
 
 
 def load_writer(path: str, overrides: Sequence[str], code: Sequence[str], adapters: Mapping[str, Path] | None = None) -> Loaded:
@@ -133,7 +137,8 @@ def _peft_folder(path: Path, scratch: Path) -> Path:
 def _folder(name: str) -> tuple[Path, bool]:
     """The run directory around a path, or the folder of a published model, and whether it is one. Raises InputError."""
     if is_url(url := name.removeprefix(_PUBLISHED)):
-        return local_folder(url), True
+        run = None if name.startswith(_PUBLISHED) else _files_of_run(run_url(url)[0])
+        return (local_folder(url), True) if run is None else (run, False)
     path = Path(url)
     around = next((f for f in (path, *path.absolute().parents[:2]) if (f / CONFIG).is_file()), None)
     if name.startswith(_PUBLISHED) or (around is None and (path / "config.json").is_file()):
@@ -146,7 +151,21 @@ def _folder(name: str) -> tuple[Path, bool]:
     return around, False
 
 
-def open_run_folder(path: Path, own: Code, overrides: Sequence[str] = ()) -> tuple[Path, Run]:
+def _files_of_run(url: str) -> Path | None:
+    """A folder with the files that describe a run in a bucket, until the process ends; None if there is no run. Raises InputError."""
+    bucket = Bucket(url)
+    try:
+        if not bucket.names(f"{RECORDS}/{CONFIG}"):
+            return None
+        folder = Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        fetch_records(bucket, folder, lambda name: name.partition("/")[0] in (CONFIG, COPY, ORIGIN))
+    except OSError as error:
+        raise InputError([f"{error.filename or url}: cannot be read: {error.strerror or error}"]) from error
+    return folder
+
+
+def open_run_folder(path: Path | str, own: Code, overrides: Sequence[str] = ()) -> tuple[Path, Run]:
     """The run directory at a path, or around a checkpoint, and its run on one device. Raises InputError."""
     folder, is_published = _folder(str(path))
     if is_published:
@@ -209,7 +228,7 @@ def _published(setup: Setup, folder: Path, peft: Mapping[str, Path], problems: l
     return Loaded(setup=setup, params=params, variables=variables, step=0, tokenizer_name=name, adapters=adapters)
 
 
-def _newest(path: Path, run: Run) -> SavedStep:
+def _newest(path: Path | str, run: Run) -> SavedStep:
     """The checkpoint at a path, or the newest one of a run. Raises InputError."""
     saved, reports = find_checkpoint(path, read_key(run.config.checkpoint.key))
     if saved is None:
@@ -217,7 +236,7 @@ def _newest(path: Path, run: Run) -> SavedStep:
     return saved
 
 
-def _trained(setup: Setup, path: Path) -> Loaded:
+def _trained(setup: Setup, path: Path | str) -> Loaded:
     data, saved = setup.run.config.data, _newest(path, setup.run)
     one, shardings = setup.saved_of_one
     variables = restored_of_one(saved, one, shardings, "variables") if jax.tree.leaves(one.variables) else {}

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jgt import path_text
-from jgt.document import InputError
+from jgt.document import InputError, place_of
 
 from ..adapt.adapters import factors_of
 from ..checkpoint.checkpoint import Checkpoints
@@ -117,7 +117,7 @@ class Start:
         if weights is None:
             return Position(state=state)
         where = f"{self.setup.run.where('checkpoint.weights')}: checkpoint.weights"
-        saved, model = self._restore_elsewhere(where, Path(weights), partial(self._restore_model, state))
+        saved, model = self._restore_elsewhere(where, place_of(weights), partial(self._restore_model, state))
         self.say(f"Starts with the parameters of {saved.folder}")
         return Position(state=self.setup.with_model(state, *model), base=inherited_base(saved, self.setup.saved_shapes.frozen))
 
@@ -132,7 +132,7 @@ class Start:
         self.say(f"Starts with the parameters of {folder}")
         return Position(state=self.setup.with_model(state, params, {}), base=base)
 
-    def _restore_elsewhere(self, where: str, path: Path, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored]:
+    def _restore_elsewhere(self, where: str, path: Path | str, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored]:
         restored = self._restore(search_elsewhere(path, read_key(self.setup.run.config.checkpoint.key)), restore)
         if restored is None:
             raise InputError([f"{where}: no whole checkpoint in {path}. Name a run directory, or one of the steps in its checkpoints/"])

@@ -17,16 +17,13 @@ from __future__ import annotations
 import bisect
 import errno
 import os
-import re
 import secrets
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from jgt.document import InputError, shown
+from jgt.document import BUCKET_URL, InputError, bucket_problem, shown
 
-SCHEMES = ("s3", "gs", "file")
-_URL = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]{1,221}[a-z0-9])(?:/+(.*))?|(file)://(/.+)")
 _MAX_LINE = 300
 _SECONDS = 300.0
 """The longest time of one request with all its repetitions."""
@@ -52,21 +49,6 @@ class StoreError(OSError):
 
 class ChangedError(Exception):
     """An object is not of the version that a write was to replace."""
-
-
-def bucket_problem(text: str) -> str | None:
-    """Why a URL names no place in a store. None: it does, or is a path."""
-    if "://" not in text or _URL.fullmatch(text):
-        return None
-    scheme = text.partition("://")[0]
-    known = ", ".join(f"{name}://" for name in SCHEMES[:2])
-    why = "names no bucket, as in s3://BUCKET/FOLDER" if scheme in SCHEMES else f"is not supported. These are: {known}, and paths"
-    return f"{shown(text)} {why}"
-
-
-def is_url(text: object) -> bool:
-    """Whether a text is a URL, and not a path."""
-    return isinstance(text, str) and "://" in text
 
 
 class Bucket:
@@ -193,7 +175,7 @@ _LIMITS = {"concurrency": {"limit": 4 * _THREADS}, "retries": _RETRIES}
 
 def _spec(url: str) -> dict[str, Any]:
     """TensorStore's description of a URL."""
-    match = _URL.fullmatch(url)
+    match = BUCKET_URL.fullmatch(url)
     assert match is not None
     scheme, bucket, path, _, folder = match.groups()
     if folder:

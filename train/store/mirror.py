@@ -27,10 +27,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jgt.document import InputError, shown
+from jgt.document import InputError, is_url, shown
 
 from ..command_line import say
-from .bucket import Bucket, is_url
+from .bucket import Bucket
 
 SPOOL = "spool.json"
 _FILL = "fill.lock"
@@ -88,9 +88,12 @@ class Mirror:
             self._has_failed = True
 
     def _run(self) -> None:
-        while not self._is_closed:
+        is_last = False
+        while not is_last:
             self._wake.wait(self._seconds)
             self._wake.clear()
+            # Asked before the copy: what is written during one that is under way has to be copied, too.
+            is_last = self._is_closed
             self.copy()
 
     def _copy(self) -> None:
@@ -123,8 +126,13 @@ class Mirror:
                 del sent[number:]
 
 
-def fetch_records(bucket: Bucket, folder: Path) -> None:
-    """Writes the small files of a run on a bucket into a folder. Raises InputError if there is no run, and OSError."""
+def fetch_records(
+    bucket: Bucket, folder: Path, wanted: Callable[[str], object] = lambda name: True, known: dict[str, bytes] | None = None
+) -> None:
+    """Writes the small files of a run on a bucket into a folder. Raises InputError if there is no run, and OSError.
+
+    wanted: chooses files by name. known: the versions of what the folder has already, by object, which is not read again.
+    """
     records = bucket.below(RECORDS)
     names = records.names()
     if not names:
@@ -137,15 +145,29 @@ def fetch_records(bucket: Bucket, folder: Path) -> None:
         parts.setdefault(file, []).append(part)
 
     def fetch(item: tuple[str, list[int]]) -> None:
-        path = folder / item[0]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("wb") as file:
-            for number in sorted(item[1]):
-                with contextlib.suppress(FileNotFoundError):
-                    file.write(records.read(_part(item[0], number)).content)
+        _fetch(records, item[0], sorted(item[1]), folder / item[0], known)
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(fetch, parts.items()))
+        list(pool.map(fetch, [item for item in parts.items() if wanted(item[0])]))
+
+
+def _fetch(records: Bucket, name: str, numbers: Sequence[int], path: Path, known: dict[str, bytes] | None) -> None:
+    """Writes a file from its parts. known: as in `fetch_records`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("r+b" if known and path.is_file() else "wb") as file:
+        for place, number in enumerate(numbers):
+            part = _part(name, number)
+            with contextlib.suppress(FileNotFoundError):
+                if known is not None and known.get(part) == records.read(part, 0, 0).version:
+                    continue
+                found = records.read(part)
+                file.seek(place * _PART_BYTES)
+                file.write(found.content[:_PART_BYTES])
+                if number == numbers[-1]:
+                    file.truncate()
+                if known is not None:
+                    known[part] = found.version
+        file.truncate(min(file.seek(0, os.SEEK_END), len(numbers) * _PART_BYTES))
 
 
 @contextlib.contextmanager

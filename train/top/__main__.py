@@ -1,6 +1,7 @@
 """The command line of `jgt top`: a screen that is drawn once a second, or one frame for a file or a pipe.
 
-It needs no JAX and writes nothing but requests (`train.report.status`), so it runs anywhere the run directory can be read.
+It needs no JAX and writes nothing but requests (`train.report.status`), so it runs anywhere the run directory can be read. Of a run in a
+bucket it has a copy of the files that it reads, of which it updates what has changed.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import select
 import shutil
 import sys
+import tempfile
 import termios
 import time
 import tty
@@ -18,14 +21,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jgt import CommandParser, Console
-from jgt.document import InputError
+from jgt.document import InputError, is_url, read
 
 from ..command_line import seconds
 from ..report.status import ask
+from ..store.bucket import Bucket
+from ..store.mirror import fetch_records
 from .frame import Line, draw_frame, plain
-from .present import Watched
+from .members import number
+from .present import UPDATE_SECONDS, Watched
 
 _LANES = 16
+_READ = re.compile(r"config\.yaml|metrics\.jsonl|(events|status)(-[a-z0-9]+)?\.jsonl?|profile/signals\.json")
+"""What is copied of a run in a bucket."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> CommandParser:
     """The command line of `jgt top`."""
     parser = CommandParser("jgt top", "Shows what the processes of a run do at this moment, the worst first.")
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, such as runs/quickstart, or copies of them")
+    parser.takes_urls = True
+    what = "run directories, such as runs/quickstart, copies of them, or URLs of runs in buckets"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=what)
     parser.add_argument("--once", action="store_true", help="print one frame and stop, as into a file or a pipe")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each run and stop")
     parser.add_argument("--every", type=seconds, default=1.0, metavar="SECONDS", help="the time between two frames (1)")
@@ -44,12 +54,33 @@ def parser() -> CommandParser:
 
 
 def _top(arguments: argparse.Namespace) -> None:
-    runs, problems = list[Watched](), list[str]()
-    for run in arguments.runs:
-        with InputError.collect(problems):
-            runs.append(Watched(Path(run)))
-    if problems:
-        raise InputError(problems)
+    with contextlib.ExitStack() as stack:
+        runs, problems = list[Watched](), list[str]()
+        for run in arguments.runs:
+            with InputError.collect(problems):
+                runs.append(_in_bucket(run, stack) if is_url(run) else Watched(Path(run)))
+        if problems:
+            raise InputError(problems)
+        _show(runs, arguments)
+
+
+def _in_bucket(url: str, stack: contextlib.ExitStack) -> Watched:
+    """A run in a bucket. Its copy is removed when the stack is closed."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()), url.rstrip("/").rpartition("/")[2])
+    bucket, known = Bucket(url), dict[str, bytes]()
+
+    def update() -> None:
+        fetch_records(bucket, folder, _READ.fullmatch, known)
+
+    try:
+        update()
+    except OSError as error:
+        raise InputError([f"{error.filename}: cannot be read: {error.strerror or error}"]) from None
+    copied = number(read(folder / "config.yaml").find("run.copy_seconds").plain()) or 0.0
+    return Watched(folder, update, copied + 2 * UPDATE_SECONDS)
+
+
+def _show(runs: Sequence[Watched], arguments: argparse.Namespace) -> None:
     if arguments.json:
         for run in runs:
             print(json.dumps(run.read().to_json()))
@@ -85,18 +116,21 @@ def _watch(runs: Sequence[Watched], every: float, read_key: Callable[[float], st
             if key == " ":
                 is_paused = not is_paused
             elif key in _REQUESTS:
-                said = "; ".join(_ask(run.folder, _REQUESTS[key]) for run in runs)
+                said = "; ".join(_ask(run, _REQUESTS[key]) for run in runs)
 
 
 _REQUESTS = {"s": "save", "p": "profile"}
 
 
-def _ask(run: Path, what: str) -> str:
+def _ask(run: Watched, what: str) -> str:
+    name = run.folder.name
+    if run.update is not None:
+        return f"{name}: a bucket takes no requests. Ask on the machine of the run"
     try:
-        ask(run, what)
+        ask(run.folder, what)
     except OSError as error:
-        return f"{run.name}: the request cannot be written: {error.strerror or error}"
-    return f"{run.name}: asked for a {what}"
+        return f"{name}: the request cannot be written: {error.strerror or error}"
+    return f"{name}: asked for a {what}"
 
 
 @contextlib.contextmanager

@@ -106,14 +106,14 @@ class Member:
         return 0 if is_gone else 1 if self.slower is not None else 2 if stuck else 3 if self.slowed else 4
 
 
-def read_member(status: Mapping[str, Any], process: int, now: float) -> Member | None:
-    """A process by its status, which may be anything. now: seconds since 1970, by the first process's clock."""
+def read_member(status: Mapping[str, Any], process: int, now: float, late: float = 0.0) -> Member | None:
+    """A process by its status, which may be anything. now: seconds since 1970, by the first process's clock. late: as in `Watched`."""
     at = number(status.get("time"))
     if at is None:
         return None
     row, end = status.get("row"), clean(status.get("end"), 40)
     row = row if isinstance(row, dict) else {}
-    age = max(0.0, now - at + (number(status.get("clock")) or 0.0))
+    age = max(0.0, now - at + (number(status.get("clock")) or 0.0) - late)
     begun, spent, idle = number(row.get("time")), number(row.get("seconds")), number(status.get("idle_s"))
     phase = clean(row.get("phase"), 12)
     since = idle if phase == "step" else spent if begun is not None else None

@@ -7,9 +7,10 @@ is of an older version or was started very often.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from .members import Member, clean, number, read_member, whole, with_stragglers
 
 _METRICS_BYTES, _EVENTS_BYTES, _LANE_BYTES = 1 << 17, 1 << 20, 1 << 13
 _EVENTS_SECONDS = 10.0
+UPDATE_SECONDS = 10.0
+"""The time between two updates of a copy."""
 _RATE_ROWS = 200
 """The last logged steps from which the time left follows."""
 _SHOWN = (
@@ -106,23 +109,32 @@ class Present:
 
 
 class Watched:
-    """A run that is read again and again. folder: its directory, or a copy of it. Raises InputError if it is no run directory."""
+    """A run that is read again and again. folder: its directory, or a copy of it. Raises InputError if it is no run directory.
 
-    def __init__(self, folder: Path):
+    update: brings a copy up to date, which is then at most `late` seconds older than the run.
+    """
+
+    def __init__(self, folder: Path, update: Callable[[], None] | None = None, late: float = 0.0):
         if not any(events_file(folder, 0).parent.glob("events*.jsonl")) and not any(processes_of(folder, "status")):
             why = ": it has no events.jsonl" if folder.is_dir() else ""
             raise InputError([f"{folder}: is not a run directory{why}. Name one, such as runs/quickstart"])
-        self.folder = folder
+        self.folder, self.update, self._late = folder, update, late
+        self._updated = time.monotonic()
         self._accounts: tuple[float, int, dict[str, Any]] = (0.0, -1, {})
         self._tails: dict[Path, tuple[int, list[dict[str, Any]]]] = {}
         """The ends of files, with the sizes at which they were read."""
 
     def read(self, now: float | None = None, lanes: int = 0) -> Present:
         """The run at this moment. now: seconds since 1970. lanes: of how many processes, the worst first, the last events are read."""
+        if self.update is not None and time.monotonic() - self._updated > UPDATE_SECONDS:
+            # The store may fail for a while; what is there gets older then.
+            with contextlib.suppress(OSError, InputError):
+                self.update()
+            self._updated = time.monotonic()
         now = time.time() if now is None else now
         read = {process: read_status(self.folder, process) for process in sorted(processes_of(self.folder, "status"))}
         statuses = {process: status for process, status in read.items() if status is not None}
-        found = [read_member(status, process, now) for process, status in statuses.items()]
+        found = [read_member(status, process, now, self._late) for process, status in statuses.items()]
         members = with_stragglers([member for member in found if member is not None])
         launcher = read_status(self.folder, LAUNCHER) or {}
         return Present(

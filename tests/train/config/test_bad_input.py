@@ -209,7 +209,6 @@ def test_one_problem(write, refused, text, expected):
         ("run.spool", "run: {dir: s3://bucket/run, spool: URL}"),
         ("xla.cache", "xla: {cache: URL}"),
         ("data.tokenizer", "data: {tokenizer: URL}"),
-        ("checkpoint.weights", "checkpoint: {weights: URL}"),
         ("checkpoint.key", "checkpoint: {key: URL}"),
         ("pipeline.schedule", "pipeline: {signal: layers, axis: stage, microbatches: 2, schedule: URL}"),
     ],

@@ -1,28 +1,36 @@
 """Whole runs in a bucket: resumed here and elsewhere, refused while another one has it, read by commands."""
 
+import contextlib
 import json
 import shutil
 import threading
+import time
 
 import jax
 import numpy as np
 import pytest
 from runs import rows
 
+import jgt
 from jgt.document import InputError
 from train.checkpoint.disk import DiskError
 from train.checkpoint.restore import restore
 from train.checkpoint.saved import find_checkpoint
+from train.checkpoint.signature import Key
 from train.checkpoint.steps import open_steps
 from train.command_line import InUseError
+from train.commands.published import export
 from train.config import load
 from train.records.console import Screen
-from train.report.__main__ import compare, main, plot
-from train.run.identity import Resume, check_places
+from train.report.__main__ import compare, main, plot, trace
+from train.run.identity import Resume, check_places, read_resume
 from train.run.train import train
 from train.setup import prepare
 from train.store.bucket import Bucket, StoreError
 from train.store.lease import Lease
+from train.store.mirror import Mirror, fetch_records
+from train.top.__main__ import _in_bucket
+from train.top.__main__ import main as top
 
 
 @pytest.fixture
@@ -162,6 +170,109 @@ def test_an_earlier_run_in_a_bucket_is_not_moved(start):
     start("here", 2)
     with pytest.raises(InputError, match=r"--resume: never: .* Name another URL"):
         start("here", 2, resume=Resume(never=True))
+
+
+def test_a_run_begins_in_another_ones_bucket(start, tiny, tiny_file, url, tmp_path, capsys):
+    start("here", 4)
+    run = tiny("train.steps=6")
+    for place in (url, f"{url}/checkpoints", open_steps(f"{url}/checkpoints").path(4)):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        train(run, read_resume(place, (), run.config.run.checkpoints))
+        assert "at step 4" in capsys.readouterr().out
+    start("here", 6)
+    jax.tree.map(np.testing.assert_array_equal, state_in(url, run), state_in(tmp_path / "run", run))
+
+    for weights, name in ((url, "of-url"), (tmp_path / "run", "of-folder")):
+        other = load(tiny_file, [f"run.dir={tmp_path}/{name}", f"checkpoint.weights={weights}", "train.steps=1", "run.seed=5"])
+        check_places(other, Resume())
+        train(other)
+    assert (tmp_path / "of-url" / "metrics.jsonl").is_file() and f"Starts with the parameters of {url}" in capsys.readouterr().out
+    jax.tree.map(np.testing.assert_array_equal, *(state_in(tmp_path / name, run) for name in ("of-url", "of-folder")))
+
+
+@pytest.mark.parametrize("place", ["weights", "resume"])
+def test_a_bucket_without_checkpoints_is_named(tiny_file, tmp_path, place):
+    nothing = f"file://{tmp_path}/nothing"
+    run = load(tiny_file, [f"run.dir={tmp_path}/run", *([f"checkpoint.weights={nothing}"] if place == "weights" else [])])
+    with pytest.raises(InputError, match=f"no (whole )?checkpoint in {nothing}"):
+        check_places(run, Resume())
+        train(run, Resume(path=nothing))
+    with pytest.raises(InputError, match="--resume: 'az://x' is not supported"):
+        read_resume("az://x", (), tmp_path)
+
+
+def test_a_key_trusts_no_bucket(start, url):
+    start("here", 2)
+    with pytest.raises(InputError, match="checkpoints in a bucket have no signatures"):
+        find_checkpoint(url, Key(secret=b"secret"))
+
+
+def test_the_model_of_a_run_in_a_bucket_is_loaded_and_exported(start, url, tmp_path, capsys):
+    start("here", 4)
+    tokens = np.arange(8)[None]
+    for place, step in ((url, 4), (open_steps(f"{url}/checkpoints").path(2), 2)):
+        loaded = jgt.load(place)
+        assert loaded.step == step
+        out = tmp_path / f"out-{step}"
+        assert export([place, str(out)]) == 0
+        np.testing.assert_allclose(jgt.load(out).logits(tokens), loaded.logits(tokens), rtol=1e-5, atol=1e-6)
+    assert export([url, str(tmp_path / "two"), "--step", "2"]) == 0
+    assert (tmp_path / "two" / "model.safetensors").read_bytes() == (tmp_path / "out-2" / "model.safetensors").read_bytes()
+    capsys.readouterr()
+    assert export([url, "s3://bucket/out"]) == 2
+    assert "OUT s3://bucket/out: is a URL" in capsys.readouterr().err
+
+
+def test_a_run_in_a_bucket_is_watched(start, url, tmp_path, capsys, monkeypatch):
+    start("here", 2)
+    capsys.readouterr()
+    assert top([url, "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert (seen["name"], seen["step"], [p["state"] for p in seen["processes"]]) == ("run", 2, ["ended"])
+    with contextlib.ExitStack() as stack:
+        run = _in_bucket(url, stack)
+        assert run.read().step == 2
+        start("here", 4)
+        monkeypatch.setattr("train.top.present.UPDATE_SECONDS", -1.0)
+        assert run.read().step == 4
+        assert (run.folder / "metrics.jsonl").read_bytes() == (tmp_path / "here" / "metrics.jsonl").read_bytes()
+    assert trace([url, "--output", str(tmp_path / "trace.json")]) == 0
+    assert top([f"{url}/nothing"]) == 2
+
+
+def test_a_copy_of_records_follows_what_grows_and_what_is_cut(tmp_path):
+    bucket, folder, known, whole = Bucket(f"file://{tmp_path}/store"), tmp_path / "copy", {}, np.random.default_rng(0).bytes(3_000_000)
+    for size in (100, 1_500_000, 3_000_000, 1 << 20, 10):
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+        for number, begin in enumerate(range(0, size, 1 << 20)):
+            bucket.write(f"records/log{f'.~{number}' * (number > 0)}", whole[begin : min(size, begin + (1 << 20))])
+        fetch_records(bucket, folder, known=known)
+        assert (folder / "log").read_bytes() == whole[:size]
+
+
+def test_the_last_copy_has_what_was_written_during_the_one_before(tmp_path, monkeypatch):
+    bucket, plain, begun, go = Bucket(f"file://{tmp_path}/store"), Bucket.write, threading.Event(), threading.Event()
+
+    def write(self, *arguments):
+        begun.set()
+        assert go.wait(60)
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(Bucket, "write", write)
+    log = tmp_path / "run" / "log"
+    log.parent.mkdir()
+    log.write_text("one\n")
+    mirror = Mirror(bucket, log.parent, 3600, lambda name: True, lambda: True)
+    mirror.wake()
+    assert begun.wait(60)
+    closing = threading.Thread(target=mirror.close)
+    closing.start()
+    log.write_text("one\ntwo\n")
+    while not mirror._wake.is_set():
+        time.sleep(0.01)
+    go.set()
+    closing.join()
+    assert bucket.read("records/log").content == b"one\ntwo\n"
 
 
 def test_a_lost_folder_costs_no_line(start, tmp_path):
