@@ -114,8 +114,10 @@ class Mirror:
     def _send(self, name: str, path: Path, sent: list[int]) -> None:
         # A file that is gone since the listing is removed the next time.
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-            number = 0
-            while (content := file.read(_PART_BYTES)) or not number:
+            number, content = 0, b""
+            # A part that is not full is the last one, though the file may grow meanwhile.
+            while not number or len(content) == _PART_BYTES:
+                content = file.read(_PART_BYTES)
                 crc = zlib.crc32(content)
                 if sent[number : number + 1] != [crc]:
                     self._bucket.write(_part(name, number), content)

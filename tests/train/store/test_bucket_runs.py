@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import random
 import shutil
+import signal
 import threading
 import time
 
@@ -31,6 +33,8 @@ from train.store.lease import Lease
 from train.store.mirror import Mirror, fetch_records
 from train.top.__main__ import _in_bucket
 from train.top.__main__ import main as top
+
+COPY_SECONDS = 2
 
 
 @pytest.fixture
@@ -273,6 +277,29 @@ def test_the_last_copy_has_what_was_written_during_the_one_before(tmp_path, monk
     go.set()
     closing.join()
     assert bucket.read("records/log").content == b"one\ntwo\n"
+
+
+@pytest.mark.slow
+def test_a_lost_machine_costs_the_lines_since_the_last_copy(nursery, tiny_file, tmp_path):
+    chance = random.Random(0)
+    for number in range(4):
+        url, spool = f"file://{tmp_path}/store/{number}", tmp_path / f"spool-{number}"
+        steps = ["train.steps=1000000", "train.log_every=1", "checkpoint.every=0"]
+        places = [f"run.dir={url}", f"run.spool={spool}", f"run.copy_seconds={COPY_SECONDS}"]
+        child = nursery.start(["--config", str(tiny_file), *places, *steps], tmp_path / f"{number}.log")
+        while not (spool / "metrics.jsonl").exists():
+            assert child.poll() is None
+            time.sleep(0.01)
+        time.sleep(chance.uniform(3, 8))
+        child.send_signal(signal.SIGKILL)
+        killed = time.time()
+        child.wait()
+        fetch_records(Bucket(url), tmp_path / "copy")
+        copied, whole = (folder.joinpath("metrics.jsonl").read_bytes() for folder in (tmp_path / "copy", spool))
+        assert whole.startswith(copied) and copied
+        lost = [json.loads(line)["time"] for line in whole[len(copied) :].splitlines()[1:-1]]
+        # The time of a copy on a busy machine.
+        assert not lost or killed - min(lost) < COPY_SECONDS + 5, number
 
 
 def test_a_lost_folder_costs_no_line(start, tmp_path):
