@@ -15,7 +15,7 @@ from train.config import Config, load
 from train.processes.cluster import Cluster, cluster_problems, find_cluster, flag_problems
 
 ROOT = Path(__file__).parent.parent
-SLURM, JOBSET, README = (ROOT / "deploy" / name for name in ("slurm.sbatch", "jobset.yaml", "README.md"))
+SLURM, JOBSET, IN_BUCKET, README = (ROOT / "deploy" / name for name in ("slurm.sbatch", "jobset.yaml", "jobset-bucket.yaml", "README.md"))
 STOPPED = 75
 COUNT = r"[1-9]\d*"
 OPTIONS = {
@@ -57,7 +57,7 @@ def job(tmp_path):
         path.write_text(f"#!/bin/bash\n{body}\n")
         path.chmod(0o755)
 
-    def _job(code, work=":"):
+    def _job(code, work=":", **variables):
         command("srun", f'printf "%s\\n" "$@" >"{tmp_path}/srun"\n{work}\nexit {code}')
         command("scontrol", f'echo "$@" >>"{tmp_path}/scontrol"')
         environment = os.environ | {
@@ -65,6 +65,7 @@ def job(tmp_path):
             "RUN": str(run),
             "SLURM_JOB_ID": "7",
             "SLURM_CPUS_PER_TASK": "12",
+            **variables,
         }
         done = subprocess.run(["bash", SLURM], cwd=tmp_path, env=environment, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (code, "")
@@ -135,6 +136,17 @@ def test_srun_starts_what_the_trainer_reads(job, tmp_path):
     check_command(srun[at:], f"{tmp_path}/run")
 
 
+def test_a_run_in_a_bucket_has_its_steps_in_its_spool(job, tmp_path):
+    spool, rows = tmp_path / "spool", ['{"phase": "write", "time": 1.5, "seconds": 1.0, "step": 20}', '{"phase": "step", "step": 25}']
+    spool.mkdir()
+    (spool / "events.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    assert "to resume from step 20" in job(1, BUCKET="s3://bucket/gpu", SPOOL=str(spool))[1]
+    srun = (tmp_path / "srun").read_text().splitlines()
+    command = srun[srun.index("python") :]
+    assert {"run.dir=s3://bucket/gpu", f"run.spool={spool}"} <= set(command)
+    assert check_command(command, str(spool)).stopped_code == STOPPED
+
+
 def test_the_trainer_sees_the_tasks_of_srun(options, monkeypatch):
     forget_clusters(monkeypatch)
     tasks = int(options["nodes"]) * int(options["ntasks-per-node"])
@@ -154,10 +166,10 @@ def test_the_trainer_sees_the_tasks_of_srun(options, monkeypatch):
 # -- Kubernetes --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def manifests():
+@pytest.fixture(scope="module", params=[JOBSET, IN_BUCKET], ids=["disk", "bucket"])
+def manifests(request):
     """Kind → manifest."""
-    parts = [document.parse(text, JOBSET.name).plain() for text in JOBSET.read_text().split("\n---\n")]
+    parts = [document.parse(text, request.param.name).plain() for text in request.param.read_text().split("\n---\n")]
     return {part["kind"]: part for part in parts}
 
 
@@ -192,7 +204,7 @@ SCHEMA = {
 
 
 def test_kinds_and_names(manifests, jobset, container):
-    assert manifests.keys() == SCHEMA.keys()
+    assert manifests.keys() in (SCHEMA.keys(), {"JobSet"})
     for kind, manifest in manifests.items():
         assert manifest.keys() == {"apiVersion", "kind", "metadata", "spec"}
         assert (manifest["apiVersion"], manifest["spec"].keys()) == (SCHEMA[kind]["apiVersion"], SCHEMA[kind]["spec"])
@@ -216,7 +228,8 @@ def test_processes_find_each_other(jobset, job_spec, container, monkeypatch):
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     for index in range(job_spec["completions"]):
         monkeypatch.setenv("JOB_COMPLETION_INDEX", str(index))
-        arguments = check_command(command_of(container, index), "/runs/gpu")
+        folder = "/runs/gpu" if "run.dir=/runs/gpu" in container["args"] else "/spool/gpu"
+        arguments = check_command(command_of(container, index), folder)
         flags = (arguments.coordinator, arguments.processes, arguments.process)
         assert list(flag_problems(*flags)) == []
         found = find_cluster(*flags)
@@ -252,9 +265,11 @@ def test_a_pod_has_gpus_its_volumes_and_time_for_a_checkpoint(manifests, pod, co
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert mounts.keys() == volumes.keys() and mounts["shm"] == "/dev/shm"
-    claim = manifests["PersistentVolumeClaim"]
-    assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    if claim := manifests.get("PersistentVolumeClaim"):
+        assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+        assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    else:
+        assert volumes["spool"]["emptyDir"] == {} and pod["serviceAccountName"]
     assert all(set(variable) == {"name", "value"} and isinstance(variable["value"], str) for variable in container["env"])
 
 
@@ -312,7 +327,7 @@ def forget_clusters(monkeypatch):
 
 
 def test_the_readme_names_what_is_there():
-    text, files = README.read_text(), SLURM.read_text() + JOBSET.read_text()
+    text, files = README.read_text(), SLURM.read_text() + JOBSET.read_text() + IN_BUCKET.read_text()
     for command in re.findall(r"^    (.*)", text, re.MULTILINE):
         assert any((ROOT / word).is_file() for word in shlex.split(command) if "/" in word and "=" not in word), command
     for line in re.findall(r"^\| (.*?) \|", text, re.MULTILINE):
