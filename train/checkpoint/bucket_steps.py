@@ -100,6 +100,8 @@ class BucketSteps:
         self.bucket = Bucket(url)
         self.folder = self.bucket.url()
         self._times: dict[int, float] = {}
+        self.start = ""
+        """The start that is running: its processes remove their own objects of a step that is retired."""
 
     def listed(self) -> list[int]:
         """The finished steps, the newest last. Raises OSError."""
@@ -179,7 +181,7 @@ class BucketSteps:
             except BrokenError:
                 entry = None
             self.bucket.remove([_manifest_name(step)])
-            if entry is not None:
+            if entry is not None and f"-{self.start}-" not in entry.folder:
                 self.bucket.remove(self.bucket.names(f"data/{entry.folder}/"))
 
     def clear(self) -> None:

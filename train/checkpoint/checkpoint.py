@@ -179,6 +179,7 @@ class Checkpoints:
             self._writer.finish(listing)
             self._saved(listing.step)
             self._steps.retire(self._keep, self._kept())
+        self._writer.tidy()
 
     def _kept(self) -> set[int]:
         """The steps that stay, however old they are."""

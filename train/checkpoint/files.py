@@ -76,6 +76,9 @@ class FilesWriter:
         """Gives a step that is written its manifest and its name. For the first process."""
         self._steps.finish(replace(listing, files=file_entries(self._steps.saving(listing.step), sha256=self._sha256)))
 
+    def tidy(self) -> None:
+        """Nothing: the first process removes the folder of a step as a whole."""
+
     def restart(self) -> None:
         """Begins anew after a save that failed."""
         # The old writer raises the failure of its save once more when it is closed.

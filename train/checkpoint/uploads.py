@@ -9,6 +9,7 @@ tell each other what failed, and wait for a bounded time. Only then the first pr
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import secrets
 import threading
@@ -43,6 +44,9 @@ class ObjectsWriter:
         self._start, self._saves = number_of_first_process(secrets.randbits(31)), 0
         self._folder, self._data = "", None
         self._next = threading.Lock()
+        self._written: dict[str, tuple[int, list[str]]] = {}
+        """By the folder of a save, its step and the objects that this process has written."""
+        steps.start = f"{self._start:x}"
         self._shapes: tuple[tuple[int, ...], ...] = ()
         self._shards: list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray[Any, Any]]] = []
 
@@ -58,6 +62,7 @@ class ObjectsWriter:
     def begin(self, arrays: Mapping[str, Any], step: int) -> None:
         """Returns when the arrays are copied."""
         self._folder, self._saves = f"{step}-{self._start:x}-{self._saves}", self._saves + 1
+        self._written[self._folder] = step, []
         leaves = jax.tree.leaves_with_path(dict(arrays))
         own = [(path_text(path), shard) for path, x in leaves for shard in x.addressable_shards if shard.replica_id == 0]
         for _, shard in own:
@@ -90,12 +95,27 @@ class ObjectsWriter:
         entries = tuple(FileEntry(path=path, size=0, crc32=0) for path in files)
         self._steps.finish(replace(listing, files=entries, objects=ObjectsEntry(folder=self._folder, pieces=self._shapes, time=0.0)))
 
+    def tidy(self) -> None:
+        """Removes this process's objects of steps that are not listed any more: for the first process alone they would be too many.
+
+        Another process than the first one finds that a step is gone when it saves the next one, or at the end. What cannot be removed is
+        tried again then, and by the next start.
+        """
+        with contextlib.suppress(OSError):
+            # The first process may not have listed the newest one yet.
+            old = self._written.keys() - {self._folder}
+            listed = self._steps.listed() if old else []
+            for folder in [folder for folder in old if self._written[folder][0] not in listed]:
+                self._steps.bucket.remove(self._written[folder][1])
+                del self._written[folder]
+
     def restart(self) -> None:
         """Begins anew after a save that failed."""
         self._shards = []
 
     def close(self) -> None:
         """Ends the writer, which has nothing under way."""
+        self.tidy()
 
     def _write_all(self, writes: Iterator[tuple[str, bytes | np.ndarray[Any, Any]]]) -> None:
         while True:
@@ -104,6 +124,7 @@ class ObjectsWriter:
             if found is None:
                 return
             name, content = found
+            self._written[self._folder][1].append(name)
             view: Any = content if isinstance(content, bytes) else np.ascontiguousarray(content).reshape(-1).view(np.uint8)
             self._steps.bucket.write(name, seal(name, memoryview(view)))
 

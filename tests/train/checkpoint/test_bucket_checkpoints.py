@@ -111,6 +111,22 @@ def test_the_newest_steps_stay_and_nothing_of_the_others(checkpoints, url):
     assert {name.split("/")[1].split("-")[0] for name in steps.bucket.names("data/")} == {"2", "10"}
 
 
+def test_each_process_removes_what_it_has_written(checkpoints, url):
+    other = Checkpoints(url, CheckpointConfig(keep=2))
+    # As in another process: it writes objects and no manifests.
+    other._is_first = False
+    left = []
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+        left.append(len(open_steps(url).bucket.names("data/1-")))
+        save(other, step)
+    # Those of both before the other process has written, and those of the other one alone.
+    assert left[0] == left[2] and left[1] == 2 * left[0]
+    assert open_steps(url).bucket.names("data/1-") == [] and open_steps(url).listed() == [2, 3]
+    other.close()
+    assert len(open_steps(url).bucket.names("data/3-")) == 2 * left[0]
+
+
 def test_what_a_killed_save_left_is_removed_by_the_next_start(checkpoints, url, folder):
     save(checkpoints, 1)
     (folder / "data" / "2-abc-0" / "params").mkdir(parents=True)
