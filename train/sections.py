@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from jgt import MeshSizes, document
-from jgt.document import Bound, LocalPath, Place, is_url
+from jgt.document import Bound, LocalPath
+
+from .store.bucket import PathOrUrl, is_url
 
 Count = Annotated[int, Bound(low=1, high=1_000_000_000)]
 Natural = Annotated[int, Bound(low=0, high=1_000_000_000)]
@@ -90,7 +92,7 @@ class RunConfig:
 
     WORDS = OTHER_WORDS
     name: str = "run"
-    dir: Place | None = None
+    dir: PathOrUrl | None = None
     spool: LocalPath | None = None
     copy_seconds: Annotated[float, Bound(low=1, high=1_000_000)] = 30.0
     lease_seconds: Annotated[float, Bound(low=3, high=1_000_000)] = 30.0
@@ -299,7 +301,7 @@ class CheckpointConfig:
     best: str | None = None
     sha256: bool = False
     key: LocalPath | None = None
-    weights: Place | None = None
+    weights: PathOrUrl | None = None
     cast: bool = False
     export: ExportConfig | None = None
 

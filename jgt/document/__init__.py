@@ -14,13 +14,8 @@ from jgt.document.bind import bind as bind
 from jgt.document.compose import merge as merge
 from jgt.document.compose import override as override
 from jgt.document.compose import read as read
-from jgt.document.files import BUCKET_URL as BUCKET_URL
 from jgt.document.files import LocalPath as LocalPath
-from jgt.document.files import Place as Place
-from jgt.document.files import bucket_problem as bucket_problem
-from jgt.document.files import is_url as is_url
 from jgt.document.files import path_problem as path_problem
-from jgt.document.files import place_of as place_of
 from jgt.document.files import read_bytes as read_bytes
 from jgt.document.files import read_text as read_text
 from jgt.document.files import shipped_folder as shipped_folder

@@ -24,8 +24,6 @@ _PREFIX = "jgt:"
 _PACKAGE = Path(__file__).parents[1]
 _YAML = (".yaml", ".yml")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-BUCKET_URL = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]{1,221}[a-z0-9])(?:/+(.*))?|(file)://(/.+)")
-"""The URL of a folder in an object store: its scheme, its bucket and the folder; or of a folder of this machine that is used like one."""
 _KINDS = {
     stat.S_IFREG: "a file",
     stat.S_IFDIR: "a folder",
@@ -45,29 +43,6 @@ def url_problem(text: str) -> str | None:
 
 LocalPath = Annotated[str, url_problem]
 """The type of a key that takes a path, for `jgt.document.bind`, which refuses a URL there."""
-
-
-def is_url(text: object) -> bool:
-    """Whether a text is a URL, and not a path."""
-    return isinstance(text, str) and "://" in text
-
-
-def bucket_problem(text: str) -> str | None:
-    """Why a URL names no place in a store. None: it does, or is a path."""
-    if not is_url(text) or BUCKET_URL.fullmatch(text):
-        return None
-    is_known = text.partition("://")[0] in ("s3", "gs", "file")
-    why = "names no bucket, as in s3://BUCKET/FOLDER" if is_known else "is not supported. These are: s3://, gs://, and paths"
-    return f"{shown(text)} {why}"
-
-
-Place = Annotated[str, bucket_problem]
-"""The type of a key that takes a path, or the URL of a place in an object store."""
-
-
-def place_of(text: str | Path) -> Path | str:
-    """A path, or the text itself if it is a URL."""
-    return text if isinstance(text, str) and is_url(text) else Path(text)
 
 
 def path_problem(path: str | Path, kind: Literal["file", "folder"] = "file") -> str | None:

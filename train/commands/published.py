@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from jgt import CommandParser
-from jgt.document import InputError, is_url, place_of
+from jgt.document import InputError
 
 from ..adapt.config import LoraConfig
 from ..checkpoint.saved import find_checkpoint
@@ -23,6 +23,7 @@ from ..export.form import run_form
 from ..export.model import SavedModel
 from ..export.write import EXPORTED, write_export
 from ..run.load import open_run_folder
+from ..store.bucket import is_url, place_of
 
 _UNITS = {"": 1, "MB": 10**6, "GB": 10**9}
 

@@ -18,10 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from jgt.document import Bound, InputError, LocalPath, Node, Place, is_url, path_problem, shown
+from jgt.document import Bound, InputError, LocalPath, Node, path_problem, shown
 
 from ..code.names import OR_OWN, SHIPPED_DATA, is_name
 from ..sections import is_installed
+from ..store.bucket import PathOrUrl, is_url
 from ..store.cache import ObjectCache
 from .chat.keys import CHATS, ChatKeys
 from .files import Finder, standard_library
@@ -58,8 +59,8 @@ class _SourceKeys(ChatKeys):
     dtype: the type of the ids in .bin files without a header; for the source tokens.
     """
 
-    path: Place | None = None
-    eval_path: Place | None = None
+    path: PathOrUrl | None = None
+    eval_path: PathOrUrl | None = None
     field: str = "text"
     tokenizer: LocalPath = BYTES
     dtype: Literal["uint16", "uint32"] = "uint16"

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
-from jgt.document import InputError, is_url, path_problem
+from jgt.document import InputError, path_problem
 
-from ..store.bucket import Bucket
+from ..store.bucket import Bucket, is_url
 from ..store.cache import ObjectCache
 
 MAX_NAMES = 300_000

@@ -11,8 +11,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from jgt import CommandParser, Console
-from jgt.document import InputError, is_url, nearest
+from jgt.document import InputError, nearest
 
+from ..store.bucket import is_url
 from ..store.mirror import local_copies
 from .accounts import read_accounts
 from .compare import compare_runs, print_comparison

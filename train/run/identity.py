@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from jgt import document
-from jgt.document import InputError, Node, bucket_problem, is_url, nearest, path_problem, place_of, shown
+from jgt.document import InputError, Node, nearest, path_problem, shown
 
 from ..checkpoint.disk import DiskError, describe
 from ..checkpoint.steps import find_steps, open_steps
 from ..code.files import COPY, read_code
 from ..config import Run
 from ..sections import DPO
+from ..store.bucket import bucket_problem, is_url, place_of
 from .folder import CONFIG, DATA, fill_folder, place_problems
 
 FIXED = ("model", "data", "run.seed", "lora", "optimizer.name", "optimizer.train", "code")

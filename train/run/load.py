@@ -20,7 +20,7 @@ import numpy as np
 
 import jgt
 from jgt import Rules
-from jgt.document import InputError, is_url, place_of, read
+from jgt.document import InputError, read
 
 from .. import config as configs
 from ..checkpoint.saved import SavedStep, find_checkpoint
@@ -40,7 +40,7 @@ from ..setup import Setup, prepare
 from ..setup.layout import mesh_layout
 from ..setup.published import PublishedFiles, open_published, published_params
 from ..step.trained import merged
-from ..store.bucket import Bucket
+from ..store.bucket import Bucket, is_url, place_of
 from ..store.cache import local_folder
 from ..store.mirror import RECORDS, fetch_records
 from ..weights.adapters import common_section

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jgt import path_text
-from jgt.document import InputError, place_of
+from jgt.document import InputError
 
 from ..adapt.adapters import factors_of
 from ..checkpoint.checkpoint import Checkpoints
@@ -39,6 +39,7 @@ from ..setup import Setup
 from ..setup.published import base_shapes, published_params
 from ..step.state import OPTIONAL, State
 from ..step.trained import merged
+from ..store.bucket import place_of
 from ..weights.base import base_in, inherited_base, restored_frozen, restored_params, resumed_base
 from ..weights.safetensors import has_weights
 from .identity import Resume, check_adapters, check_model, check_origin

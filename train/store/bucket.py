@@ -17,13 +17,16 @@ from __future__ import annotations
 import bisect
 import errno
 import os
+import re
 import secrets
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
-from jgt.document import BUCKET_URL, InputError, bucket_problem, shown
+from jgt.document import InputError, shown
 
+_URL = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]{1,221}[a-z0-9])(?:/+(.*))?|(file)://(/.+)")
 _MAX_LINE = 300
 _SECONDS = 300.0
 """The longest time of one request with all its repetitions."""
@@ -49,6 +52,29 @@ class StoreError(OSError):
 
 class ChangedError(Exception):
     """An object is not of the version that a write was to replace."""
+
+
+def is_url(text: object) -> bool:
+    """Whether a text is a URL, and not a path."""
+    return isinstance(text, str) and "://" in text
+
+
+def bucket_problem(text: str) -> str | None:
+    """Why a URL names no place in a store. None: it does, or is a path."""
+    if not is_url(text) or _URL.fullmatch(text):
+        return None
+    is_known = text.partition("://")[0] in ("s3", "gs", "file")
+    why = "names no bucket, as in s3://BUCKET/FOLDER" if is_known else "is not supported. These are: s3://, gs://, and paths"
+    return f"{shown(text)} {why}"
+
+
+PathOrUrl = Annotated[str, bucket_problem]
+"""The type of a key that takes a path, or the URL of a place in an object store."""
+
+
+def place_of(text: str | Path) -> Path | str:
+    """A path, or the text itself if it is a URL."""
+    return text if isinstance(text, str) and is_url(text) else Path(text)
 
 
 class Bucket:
@@ -175,7 +201,7 @@ _LIMITS = {"concurrency": {"limit": 4 * _THREADS}, "retries": _RETRIES}
 
 def _spec(url: str) -> dict[str, Any]:
     """TensorStore's description of a URL."""
-    match = BUCKET_URL.fullmatch(url)
+    match = _URL.fullmatch(url)
     assert match is not None
     scheme, bucket, path, _, folder = match.groups()
     if folder:

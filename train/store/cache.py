@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jgt.document import InputError, is_url, shown
+from jgt.document import InputError, shown
 
 from ..command_line import say
-from .bucket import Bucket
+from .bucket import Bucket, is_url
 
 _PIECE_BYTES = 1 << 26
 _THREADS, _SMALL_THREADS = 4, 32

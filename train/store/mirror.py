@@ -27,10 +27,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jgt.document import InputError, is_url, shown
+from jgt.document import InputError, shown
 
 from ..command_line import say
-from .bucket import Bucket
+from .bucket import Bucket, is_url
 
 SPOOL = "spool.json"
 _FILL = "fill.lock"

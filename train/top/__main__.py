@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from jgt import CommandParser, Console
-from jgt.document import InputError, is_url, read
+from jgt.document import InputError, read
 
 from ..command_line import seconds
 from ..report.status import ask
-from ..store.bucket import Bucket
+from ..store.bucket import Bucket, is_url
 from ..store.mirror import fetch_records
 from .frame import Line, draw_frame, plain
 from .members import number
@@ -33,7 +33,7 @@ from .present import UPDATE_SECONDS, Watched
 
 _LANES = 16
 _READ = re.compile(r"config\.yaml|metrics\.jsonl|(events|status)(-[a-z0-9]+)?\.jsonl?|profile/signals\.json")
-"""What is copied of a run in a bucket."""
+"""The files of a run in a bucket that are copied."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,9 +4,9 @@ import threading
 import pytest
 from buckets import Server
 
-from jgt.document import InputError, bucket_problem
+from jgt.document import InputError
 from train.config import load
-from train.store.bucket import ABSENT, Bucket, ChangedError, StoreError
+from train.store.bucket import ABSENT, Bucket, ChangedError, StoreError, bucket_problem
 
 
 @pytest.fixture(scope="module", params=["file", "gs", pytest.param("s3", marks=pytest.mark.slow)])

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from jgt.document import InputError, is_url, nearest, shown
+from jgt.document import InputError, nearest, shown
 
 from ...code.files import Code
 from ...code.names import FAILURES, described, load_object
+from ...store.bucket import is_url
 from ..config import BYTES, OwnData
 from ..files import Finder
 from ..special import WAYS_TO_NAME_AN_END
