@@ -27,8 +27,8 @@ from train.checkpoint.checkpoint import Checkpoints
 from train.config import load
 from train.processes.config import WatchdogConfig
 from train.processes.watch import Watch
+from train.run.opened import open_run
 from train.run.start import Feed
-from train.run.train import open_run
 from train.sections import CheckpointConfig
 from train.step.state import State
 

@@ -12,7 +12,7 @@ from jgt.command.commands import main
 from train.config import load
 from train.data.tokenizer import open_tokenizer
 from train.records.windows import data_windows
-from train.run.train import opened_data
+from train.run.opened import opened_data
 
 TOKENIZER = Path(__file__).parents[2] / "goldens" / "tokenizers" / "metaspace" / "tokenizer.json"
 TEXTS = ("On\x1b", "The rules say what happens")
