@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jgt.document import InputError
@@ -44,6 +44,7 @@ def test_the_largest_chunk_is_as_small_as_possible(layers, rates):
     st.lists(st.sampled_from([1.0, 2.0]), min_size=2, max_size=3),
     st.integers(4, 9),
 )
+@example("1f1b", [1.0, 1.1, 3.0, 3.0, 1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 2.0], 4)
 def test_the_simulated_step_is_the_shortest_of_all_splits(name, layers, stage_costs, microbatches):
     table, costs = schedule_table(name, len(stage_costs), microbatches, None), measured(layers)
 
@@ -51,7 +52,7 @@ def test_the_simulated_step_is_the_shortest_of_all_splits(name, layers, stage_co
         return simulate(table, None, stage_costs, costs.chunks(table, sizes, stage_costs), ends=0.5).time
 
     chosen = chosen_sizes(table, len(layers), costs, stage_costs)
-    assert time(chosen) == pytest.approx(min(map(time, splits(len(layers), len(stage_costs)))), rel=0.02)
+    assert time(chosen) == pytest.approx(min(map(time, splits(len(layers), len(stage_costs)))))
 
 
 def test_measured_chunks_of_equal_layers_take_as_long_as_equal_stages():
