@@ -61,7 +61,7 @@ def measure(count: int, saves: int) -> dict[str, Any]:
         command = [sys.executable, __file__, "--worker", str(port), str(count), str(saves), folder, repr(time.time())]
         children = [subprocess.Popen([*command, str(process)], stdout=log, stderr=log) for process in range(count)]
         try:
-            # Those that exit after the first one lose their coordinator, which is no failure any more.
+            # The first process is the coordinator. Once it has exited, the exit codes of the others say nothing.
             code = children[0].wait(_LIMIT_S)
         finally:
             for child in children:

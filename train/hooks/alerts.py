@@ -1,8 +1,8 @@
 """Alerts: a line, an event and a command of the user's for what a person should look at while a run trains (the section `alerts:`).
 
 The first process watches for the whole run, in a thread of its own: the metrics reach it as they reach a logger, and the statuses and the
-disk are read now and then. A kind of alert comes once when its reason begins, and again when it begins anew after it was gone. The command
-runs in this thread, never longer than `alerts.seconds`, so that neither a slow nor a failing one delays a step.
+disk are read now and then. Each kind of alert is reported once when its reason begins, and again only if the reason goes away and returns.
+The command runs in this thread, never longer than `alerts.seconds`, so that neither a slow nor a failing one delays a step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Alerts(Logger):
     """The alerts of a run. Call `begin` with a function that records an event, and `close` it."""
 
     def __init__(self, config: AlertsConfig, folder: Path):
-        # What fails here is said, and is no lost record of the run.
+        # The logger loses no record of the run, so it reports no loss.
         super().__init__(Sink("alerts", lambda record: None))
         self._config, self._folder = config, folder
         self._rows = queue.SimpleQueue[tuple[int, Mapping[str, Any]] | None]()
@@ -56,7 +56,7 @@ class Alerts(Logger):
     def begin(self, event: Callable[..., None]) -> None:
         """Begins to watch. event: `Records.event`."""
         self._event = event
-        # The system may allow no further thread; then there are no alerts.
+        # If the system allows no further thread, the run has no alerts.
         with contextlib.suppress(RuntimeError):
             self._thread.start()
 

@@ -59,7 +59,7 @@ class LayerTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTimes:
-    """Asks for the costs of a pipeline's layers. signal: that of the layers. devices: each device's stage.
+    """How a trace is read for the costs of a pipeline's layers. signal: the layers' signal. devices: the stage of each device.
 
     microbatches: those that go through the schedule at once. parts: the schedule runs this often in a step. by_stage: a chunk runs forward
     a second time before it runs backward, all layers in a loop of their own.
@@ -92,7 +92,7 @@ class PipelineTimes:
                     if position < len(stage.layers):
                         spent[stage.layers[position], kind].append(ms)
             stage_of |= dict.fromkeys(stage.layers, stage.stage)
-            # What runs once a step, such as the optimizer, is no cost of a microbatch.
+            # The optimizer and whatever else runs once a step do not count.
             often = collections.Counter(event.instruction for event in events["end"])
             total = sum(e.end_ns - e.start_ns for e in events["end"] if often[e.instruction] >= self.microbatches * num_steps)
             ends.append(total / (1e6 * self.microbatches * num_steps))

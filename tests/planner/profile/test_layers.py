@@ -66,7 +66,7 @@ def trace(table, devices, *, skips, steps=2):
                                 clock.run("often", 2, 3 if layer == HEAVY else 1)
                             else:
                                 clock.run("back" if segment == 1 else "drain", 4)
-                    # What is sent, and the wait for it, is no layer's.
+                    # Sends and the waits for them belong to no layer.
                     clock.run("sent", 50)
                     clock.run("head", 0.5)
             clock.run("update", 7)
@@ -85,7 +85,7 @@ def test_each_layer_has_its_time(sizes, skips):
         assert row.stage == (row.layer >= sizes[0])
         assert row.forward_ms == 1 + row.stage + 2 * (3 if row.layer == HEAVY else 1)
         assert row.backward_ms == 4
-    # Five ticks have a head here; the optimizer runs once and is no cost of a microbatch.
+    # Every tick has a head here. The optimizer runs once a step, so it does not count.
     assert found.ends_ms == pytest.approx(0.5 * table.num_ticks / MICROBATCHES)
 
 
