@@ -1,10 +1,10 @@
 """What it costs to watch a run: a frame of `jgt top`, its refresh, the trace of a million events, and what a run pays for its status.
 
-    python benchmarks/watch.py [--json] [--save] [--live 20]
+    python benchmarks/watch.py [--json] [--save] [--live 20] [--processes 2]
 
 The runs are written here, as a run of 30 days would have left them. Each command runs in a process of its own. Linux counts the memory of
-this program in that of a command. With --live, real runs are watched too: one that compiles for some seconds, and this many quiet ones of
-two processes, in which no process may be named as a straggler.
+this program in that of a command. With --live, real runs are watched too: one that compiles for some seconds, and this many quiet ones, in
+which no process may be named as a straggler.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ def main() -> None:
     """Prints a line for each measurement, or one JSON object."""
     parser = make_parser(__doc__)
     parser.add_argument("--live", type=int, default=0, metavar="RUNS", help="also watch this many real runs")
+    parser.add_argument("--processes", type=int, default=2, metavar="N", help="the processes of a quiet run (2)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder, begun = Path(name), time.time() - 30 * _DAY
@@ -56,7 +57,7 @@ def main() -> None:
             "run": cost_of_a_run(folder),
         }
         if arguments.live:
-            found |= {"compiling": told_to_compile(folder / "compiling"), "quiet": quiet_runs(folder, arguments.live)}
+            found |= {"compiling": told_to_compile(folder / "compiling"), "quiet": quiet_runs(folder, arguments.live, arguments.processes)}
     report("watch", found, arguments)
 
 
@@ -165,14 +166,14 @@ def told_to_compile(run: Path) -> dict[str, float]:
     return {"seconds": event.seconds, "shown_after_s": min(shown) - event.time}
 
 
-def quiet_runs(folder: Path, count: int) -> dict[str, int]:
-    """Runs of two processes that nothing disturbs: their frames with measured steps, and those that name a straggler."""
-    more = [f"train.steps={_QUIET_STEPS}", "data.eval_tokens=0", "sample.tokens=0", "mesh={data: 2, fsdp: 1, tensor: 1}"]
+def quiet_runs(folder: Path, count: int, processes: int) -> dict[str, int]:
+    """Runs that nothing disturbs: their frames with measured steps, and those that name a straggler."""
+    more = [f"train.steps={_QUIET_STEPS}", "data.eval_tokens=0", "sample.tokens=0", f"mesh={{data: {processes}, fsdp: 1, tensor: 1}}"]
     more += ["model.layers=2", "model.embed=64", "model.ffn=128", "model.seq=64", "devices.virtual_cpu=1", "checkpoint.every=0"]
     found = {"runs": count, "frames": 0, "named": 0}
     for number in range(count):
         run = folder / f"quiet-{number}"
-        for frame in frames(run, ["launch", "--processes", "2", "--", "configs/quickstart.yaml", *more]):
+        for frame in frames(run, ["launch", "--processes", str(processes), "--", "configs/quickstart.yaml", *more]):
             found["frames"] += sum(len(m.windows) == 2 for m in frame.members) > 1
             found["named"] += any(m.slower is not None for m in frame.members)
     return found
