@@ -12,7 +12,6 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from .generate.generate import Completion, Generator
 from .models.config import ModelConfig, OwnModel
 from .setup import Setup
 from .step.trained import merged
+from .store.cache import local_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Loaded:
         if self.tokenizer is not None:
             return self.tokenizer.special.ends
         folder = self.config.hf if isinstance(self.config, ModelConfig) else None
-        return () if folder is None else declared_ends(Path(folder))
+        return () if folder is None else declared_ends(local_folder(folder, weights=False))
 
     def of(self, params: Any, variables: Any, step: int) -> Loaded:
         """The same model with other arrays, or with None, which needs no programs that this one has compiled."""

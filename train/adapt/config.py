@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from jgt.document import Bound, LocalPath
+from jgt.document import Bound
 
 from ..sections import OTHER_WORDS, Positive
+from ..store.bucket import PathOrUrl
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class LoraConfig:
     modules: patterns of the paths of modules or of parameters; those of their matrices that a matmul reads are adapted.
     dropout: the share of what an update reads that is dropped in training.
     stabilized: whether an update counts alpha / √rank times instead (rsLoRA, arXiv 2312.03732).
-    hf: a folder with an adapter of PEFT for `model.hf`, which a new run begins with. It gives the other keys.
+    hf: a folder, or its URL, with an adapter of PEFT for `model.hf`, which a new run begins with. It gives the other keys.
     """
 
     WORDS = OTHER_WORDS
@@ -29,7 +30,7 @@ class LoraConfig:
     modules: tuple[str, ...] = ("{q,k,v}_proj", "out")
     dropout: Annotated[float, Bound(low=0, high=0.99)] = 0.0
     stabilized: bool = False
-    hf: LocalPath | None = None
+    hf: PathOrUrl | None = None
 
     @property
     def scale(self) -> float:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -23,7 +25,9 @@ from ..export.form import run_form
 from ..export.model import SavedModel
 from ..export.write import EXPORTED, write_export
 from ..run.load import open_run_folder
-from ..store.bucket import is_url, place_of
+from ..store.bucket import Bucket, is_url, place_of
+from ..weights.adapters import CONFIG as ADAPTER
+from ..weights.origin import DESCRIPTION
 
 _UNITS = {"": 1, "MB": 10**6, "GB": 10**9}
 
@@ -42,7 +46,7 @@ def export_parser() -> CommandParser:
     parser = CommandParser("jgt export", "Writes the model of a run as a folder that Hugging Face's transformers loads.")
     parser.takes_urls = True
     parser.add_argument("run", metavar="RUN", help="a run directory, or the URL of a run in a bucket, or one of the steps there")
-    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument("out", metavar="OUT", help="the folder to write, or its URL in a bucket")
     keys = "values that replace those of the run's file, such as model.hf=FOLDER for a model that was moved"
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help=keys)
     forms = parser.add_mutually_exclusive_group()
@@ -60,8 +64,6 @@ def _export(arguments: argparse.Namespace) -> None:
     size = re.fullmatch(r"(\d+(?:\.\d+)?)(MB|GB|)", arguments.max_file)
     if size is None or float(size[1]) <= 0:
         raise InputError([f"command line: --max-file {arguments.max_file}: must be a size, such as 5GB or 500MB"])
-    if is_url(arguments.out):
-        raise InputError([f"command line: OUT {arguments.out}: is a URL. Name a folder, and copy that to the bucket"])
     # The accelerators of this machine stay with whatever runs on them.
     jax.config.update("jax_platforms", "cpu")
     folder, run = open_run_folder(place_of(arguments.run), read_code(arguments.code), arguments.overrides)
@@ -70,15 +72,33 @@ def _export(arguments: argparse.Namespace) -> None:
     saved, reports = find_checkpoint(_checkpoint(place_of(arguments.run), arguments.step, key), key)
     if saved is None:
         raise InputError([*reports, f"{arguments.run}: has no whole checkpoint"])
-    model, out = SavedModel.of(saved, run.config.model, run.config.lora), Path(arguments.out)
+    model = SavedModel.of(saved, run.config.model, run.config.lora)
     form = run_form(run, folder, model.shapes)
     most = round(float(size[1]) * _UNITS[size[2]])
-    if arguments.adapter:
-        count = write_adapter(form, model, run.config.model, out, dtype=arguments.dtype)
-    else:
-        count = write_export(form, model, out, dtype=arguments.dtype, max_file_bytes=most)
+    with _written(arguments.out) as out:
+        if arguments.adapter:
+            count = write_adapter(form, model, run.config.model, out, dtype=arguments.dtype)
+        else:
+            count = write_export(form, model, out, dtype=arguments.dtype, max_file_bytes=most)
     say_lines(reports)
     print(f"Wrote {count:,} tensors of step {saved.manifest.step} to {arguments.out}")
+
+
+@contextlib.contextmanager
+def _written(place: str) -> Iterator[Path]:
+    """A folder to write, whose files are stored as objects if its place is a URL. Raises InputError if there are some, and StoreError."""
+    if not is_url(place):
+        yield Path(place)
+        return
+    bucket = Bucket(place)
+    if bucket.names():
+        raise InputError([f"command line: OUT {place}: is there already. Name another URL, or remove it"])
+    with tempfile.TemporaryDirectory() as scratch:
+        yield (folder := Path(scratch) / "model")
+        # A model without its config.json, or an adapter, is loaded by nothing.
+        for file in sorted(folder.iterdir(), key=lambda file: file.name in (DESCRIPTION, ADAPTER)):
+            say(f"storing {bucket.url(file.name)}: {file.stat().st_size / 1e6:,.1f} MB")
+            bucket.write(file.name, file.read_bytes())
 
 
 def _check_form(arguments: argparse.Namespace, lora: LoraConfig | None) -> None:

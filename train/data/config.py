@@ -55,14 +55,14 @@ class _SourceKeys(ChatKeys):
     path: a file, a folder (all files below it) or a glob; relative to the working directory. Or the URL of such, as in s3://BUCKET/*.bin.
     eval_path: held-out data, named in the same way. null: the last `eval_tokens` tokens of `path` are held out.
     field: the field of a JSON line, or the column, that contains the text; for the sources jsonl, parquet and arrow.
-    tokenizer: `bytes`, or the path of a tokenizer.json. For the source tokens it only decodes samples.
+    tokenizer: `bytes`, or the path or URL of a tokenizer.json. For the source tokens it only decodes samples.
     dtype: the type of the ids in .bin files without a header; for the source tokens.
     """
 
     path: PathOrUrl | None = None
     eval_path: PathOrUrl | None = None
     field: str = "text"
-    tokenizer: LocalPath = BYTES
+    tokenizer: PathOrUrl = BYTES
     dtype: Literal["uint16", "uint32"] = "uint16"
 
 
@@ -286,7 +286,7 @@ def _missing(part: MixturePart) -> Iterator[Problem]:
     if part.source in ("parquet", "arrow") and not is_installed("pyarrow"):
         yield "source", f"{part.source} needs the package pyarrow. Install it: pip install 'jgt[data]'"
     yield from part.missing(part.source)
-    if part.tokenizer != BYTES:
+    if part.tokenizer != BYTES and not is_url(part.tokenizer):
         if path_problem(part.tokenizer):
             yield "tokenizer", f"no such file: {part.tokenizer}. Write bytes, or the path of a tokenizer.json"
         elif not os.access(part.tokenizer, os.R_OK):

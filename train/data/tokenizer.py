@@ -21,6 +21,7 @@ import numpy as np
 
 from jgt.document import InputError, read_bytes
 
+from ..store.cache import local_file
 from .config import BYTES
 from .special import END_OF_TEXT_NAMES, SpecialTokens, special_tokens
 
@@ -142,8 +143,8 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """The byte tokenizer for `bytes`; otherwise the tokenizer of the tokenizer.json at this path. Raises InputError."""
-    return ByteTokenizer() if name == BYTES else JsonTokenizer(name)
+    """The byte tokenizer for `bytes`; otherwise the tokenizer of the tokenizer.json at this path or URL. Raises InputError."""
+    return ByteTokenizer() if name == BYTES else JsonTokenizer(str(local_file(name)))
 
 
 def encoded_prompt(tokenizer: Tokenizer, text: str) -> list[int]:

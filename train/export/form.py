@@ -17,6 +17,7 @@ from jgt.document import InputError, shown
 from ..code.names import load_object
 from ..config import Run
 from ..models.config import ModelConfig
+from ..store.cache import local_folder
 from ..weights.described import Described, published
 from ..weights.describing import config_values, described_as_family, differences
 from ..weights.families import Family
@@ -64,7 +65,7 @@ def form_of(config: ModelConfig, run_folder: Path, tokenizer: str | None, where:
         files = origin_files(kept) if kept.is_dir() else origin_files(None, tokenizer)
     else:
         # Runs of earlier versions have no copy.
-        place = kept if (kept / DESCRIPTION).is_file() else Path(config.hf)
+        place = kept if (kept / DESCRIPTION).is_file() else local_folder(config.hf, weights=False)
         described = published(place)
         _check_same(config, described, where)
         files = origin_files(place, None if place == kept else tokenizer)

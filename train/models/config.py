@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from jgt.document import Bound, LocalPath, Node
+from jgt.document import Bound, Node
 
 from ..code.names import OR_OWN, is_name
 from ..sections import OTHER_WORDS
+from ..store.bucket import PathOrUrl
 from .experts.config import ExpertsConfig
 from .options import Options
 
@@ -57,17 +58,17 @@ class OwnModel:
 class ModelConfig(Options):
     """A decoder: `llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU) or `gpt` (LayerNorm, learned positions, GELU).
 
-    hf: a folder of Hugging Face whose config.json gives the other keys and whose files the parameters, or a config.json alone. dtype: the
-    type of matmuls and activations; parameters are f32. base_dtype: the type of frozen parameters, of which int8 and nf4 pack
-    the matrices. head_dim: the size
-    of a head, embed / heads if null. fp8: the layers' matmuls run in eight bits. tied: the embedding is the output projection too.
+    hf: a folder of Hugging Face, or its URL, whose config.json gives the other keys and whose files the parameters; or a config.json alone.
+    dtype: the type of matmuls and activations; parameters are f32. base_dtype: the type of frozen parameters, of which int8 and nf4 pack
+    the matrices. head_dim: the size of a head, embed / heads if null. fp8: the layers' matmuls run in eight bits. tied: the embedding is
+    the output projection too.
     attention: cuDNN's kernel or XLA's program; auto: cuDNN if available, otherwise XLA; the choice is logged. experts: a mixture of experts
     in the place of the MLP; null: the MLP.
     """
 
     WORDS = OTHER_WORDS
     kind: Annotated[KindName, f"A model of Hugging Face is model.hf. {OR_OWN}"] = "llama"
-    hf: LocalPath | None = None
+    hf: PathOrUrl | None = None
     layers: Annotated[int, Bound(low=1, high=10_000)] = 4
     embed: Width = 128
     heads: Heads = 4

@@ -79,7 +79,7 @@ def inspect(argv: Sequence[str] | None = None) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> None:
-    described, problems = published(local_folder(arguments.path, "config.json")), list[str]()
+    described, problems = published(local_folder(arguments.path, weights=False)), list[str]()
     config: ModelConfig | None = bind(Node.of(dict(described.keys), f"{described.file}:1", "model"), ModelConfig, problems)
     if config is None or problems:
         raise InputError(problems)

@@ -39,8 +39,9 @@ from ..setup import Setup
 from ..setup.published import base_shapes, published_params
 from ..step.state import OPTIONAL, State
 from ..step.trained import merged
-from ..store.bucket import place_of
-from ..weights.base import base_in, inherited_base, restored_frozen, restored_params, resumed_base
+from ..store.bucket import is_url, place_of
+from ..store.cache import local_folder
+from ..weights.base import agreed, base_in, inherited_base, restored_frozen, restored_params, resumed_base
 from ..weights.safetensors import has_weights
 from .identity import Resume, check_adapters, check_model, check_origin
 from .replicas import check_phase, lifted_shapes, restored_of_one, saved_replicas, with_replicas
@@ -113,8 +114,8 @@ class Start:
             # Waits, so that the phase includes the work on the devices.
             state = jax.block_until_ready(self.setup.init())
         model = self.setup.run.config.model
-        if weights is None and isinstance(model, ModelConfig) and model.hf is not None and Path(model.hf).is_dir():
-            return self._published(state, Path(model.hf))
+        if weights is None and isinstance(model, ModelConfig) and model.hf is not None and (is_url(model.hf) or Path(model.hf).is_dir()):
+            return self._published(state, model.hf)
         if weights is None:
             return Position(state=state)
         where = f"{self.setup.run.where('checkpoint.weights')}: checkpoint.weights"
@@ -122,15 +123,16 @@ class Start:
         self.say(f"Starts with the parameters of {saved.folder}")
         return Position(state=self.setup.with_model(state, *model), base=inherited_base(saved, self.setup.saved_shapes.frozen))
 
-    def _published(self, state: State, folder: Path) -> Position:
+    def _published(self, state: State, place: str) -> Position:
         """The position with the parameters of a published model, if its folder has files."""
-        if not has_weights(folder):
-            self.say(f"{folder} has no weights: the model starts from random values")
-            return Position(state=state)
         with self.phase("restore", step=0):
+            folder = agreed(partial(local_folder, place))
+            if not has_weights(folder):
+                self.say(f"{place} has no weights: the model starts from random values")
+                return Position(state=state)
             first = self.setup.last_params(state)
-            params, base = published_params(self.setup, folder, first), base_in(folder, self.setup.saved_shapes.frozen)
-        self.say(f"Starts with the parameters of {folder}")
+            params, base = published_params(self.setup, folder, first), base_in(place, self.setup.saved_shapes.frozen)
+        self.say(f"Starts with the parameters of {place}")
         return Position(state=self.setup.with_model(state, params, {}), base=base)
 
     def _restore_elsewhere(self, where: str, path: Path | str, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored]:

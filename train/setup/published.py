@@ -13,7 +13,8 @@ from typing import Any
 from ..adapt.adapters import factors_of
 from ..models.config import ModelConfig
 from ..step.trained import merged
-from ..weights.adapters import Peft, read_peft
+from ..store.cache import local_folder
+from ..weights.adapters import CONFIG, Peft, read_peft
 from ..weights.described import published
 from ..weights.factors import Site, check_base, check_factors, load_factors
 from ..weights.load import Files, open_files
@@ -51,7 +52,7 @@ def open_published(setup: Setup, folder: Path, adapter: Path | None = None) -> P
     path = adapter or (None if adapters is None else adapters.config.hf)
     if adapters is None or path is None:
         return PublishedFiles(files=files)
-    peft = read_peft(Path(path))
+    peft = read_peft(local_folder(str(path), CONFIG))
     sites = {factors_of(path): Site.of(files.sources[path], path, matrix.shape) for path, matrix in adapters.matrices.items()}
     check_factors(peft, sites)
     check_base(peft, folder)

@@ -35,6 +35,8 @@ from .bucket import Bucket, is_url
 _PIECE_BYTES = 1 << 26
 _THREADS, _SMALL_THREADS = 4, 32
 _SAY_SECONDS = 10.0
+_TEXTS = (".json", ".jinja", ".txt", ".model")
+"""How the names of files of a published model end that describe the model and its tokenizer."""
 _in_use: dict[Path, int] = {}
 """The open files of the locks of the snapshots that this process uses, until it ends."""
 
@@ -176,10 +178,10 @@ def _blobs_of(snapshot: Path) -> Iterator[Path]:
     return (path.readlink() for path in snapshot.rglob("*") if path.is_symlink())
 
 
-def local_folder(place: str, *names: str) -> Path:
-    """The folder of a published model at a path, or a copy of the one at a URL. names: the only files that are copied.
+def local_folder(place: str, needed: str = "config.json", *, weights: bool = True) -> Path:
+    """The folder of a published model at a path, or a copy of the one at a URL. weights: whether the copy has more than its texts.
 
-    Raises InputError, also for a URL below which there is no config.json.
+    Raises InputError, also for a URL below which the file `needed` is missing.
     """
     if not is_url(place):
         return Path(place)
@@ -187,11 +189,19 @@ def local_folder(place: str, *names: str) -> Path:
     try:
         # Without folders, in which other forms of the same weights may be.
         found = [name for name in bucket.names() if "/" not in name]
-        if "config.json" not in found:
-            raise InputError([f"{place}: is no folder of Hugging Face: it has no config.json"])
-        return ObjectCache().fetch(bucket, [name for name in found if not names or name in names])
+        if needed not in found:
+            raise InputError([f"{place}: is no folder of Hugging Face: it has no {needed}"])
+        return ObjectCache().fetch(bucket, [name for name in found if weights or name.endswith(_TEXTS)])
     except OSError as error:
         raise InputError([f"{error.filename or place}: cannot be read: {error.strerror or error}"]) from error
+
+
+def local_file(place: str) -> Path:
+    """A file at a path, or a copy of the one at a URL, beside which are the other texts of its folder. Raises InputError."""
+    if not is_url(place):
+        return Path(place)
+    folder, _, name = place.rpartition("/")
+    return local_folder(folder, name, weights=False) / name
 
 
 def _check_names(bucket: Bucket, names: Sequence[str]) -> None:

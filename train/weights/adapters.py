@@ -20,6 +20,7 @@ from typing import Any
 from jgt.document import InputError, Node, path_problem, shown
 
 from ..adapt.config import LoraConfig
+from ..store.cache import local_folder
 from .described import MOST_BYTES, Keys, published
 from .family import LLAMA, Family, words
 from .foreign import first, inside, problems_at, read_json, read_shapes
@@ -142,10 +143,10 @@ def with_adapter(root: Node) -> Node:
     if model.key != "model.hf" or not isinstance(model.value, str):
         raise InputError([place.problem("is an adapter of a published model. Name the model's folder: model.hf")])
     try:
-        peft = read_peft(Path(place.value))
+        peft = read_peft(local_folder(place.value, CONFIG))
     except InputError as error:
         raise InputError([place.problem(problem) for problem in error.problems]) from None
-    keys = peft.section(published(Path(model.value)).family)
+    keys = peft.section(published(local_folder(model.value, weights=False)).family)
     both = [(child, keys[key]) for key, child in lora.children.items() if key in keys and key != "dropout"]
     different = [child.problem(f"{peft.path} says {shown(value)}. Leave the key out") for child, value in both if child.plain() != value]
     if different:

@@ -30,6 +30,8 @@ from ..checkpoint.saved import SavedStep, array_entries, check_arrays
 from ..models.config import ModelConfig
 from ..processes.processes import agree_on_input
 from ..step.trained import divided, merged
+from ..store.bucket import is_url
+from ..store.cache import local_folder
 from .described import published
 from .load import Files, open_files
 from .safetensors import Tensor, open_folder
@@ -41,21 +43,22 @@ _SAMPLE = 4096
 _Result = TypeVar("_Result")
 
 
-def base_in(path: Path, frozen: Any) -> Base | None:
-    """The base of a run that froze the model in a folder. frozen: the shapes of these parameters in a checkpoint; None without any.
+def base_in(place: str, frozen: Any) -> Base | None:
+    """The base of a run that froze the model in a folder, or at a URL. frozen: their shapes in a checkpoint; None without any.
 
     Raises InputError, on all processes, if it is not the same on all of them, and DiskError.
     """
     arrays = array_entries({FROZEN: frozen})
     if not arrays:
         return None
-    return _agreed(lambda: Base(path=str(path.absolute()), sha256=identity(path), arrays=arrays), lambda base: base.sha256)
+    path = place if is_url(place) else str(Path(place).absolute())
+    return agreed(lambda: Base(path=path, sha256=identity(local_folder(place)), arrays=arrays), lambda base: base.sha256)
 
 
 def resumed_base(saved: SavedStep, model: Any, frozen: Any) -> Base | None:
     """The base of a run that resumes from a checkpoint: it may have been moved, or changed where that was allowed."""
     base = saved.manifest.base
-    return None if base is None else base_in(_folder_of(base, model), frozen)
+    return None if base is None else base_in(_place_of(base, model), frozen)
 
 
 def inherited_base(saved: SavedStep, frozen: Any) -> Base | None:
@@ -72,16 +75,17 @@ def open_base(base: Base, model: Any, shapes: Any, *, allow: Sequence[str] = ())
     """
     if not isinstance(model, ModelConfig):
         raise InputError([f"model.kind: {model.kind} has no published weights, but the checkpoint's frozen parameters are in {base.path}"])
-    folder = _folder_of(base, model)
+    place = _place_of(base, model)
+    folder = local_folder(place)
     if problem := path_problem(folder, "folder"):
         why = f"cannot be read: {problem}. It has the frozen parameters of the run, which its checkpoints leave out"
         remedy = "Name the folder where the model is now: model.hf=FOLDER (to train on, with --allow-change model.hf)"
-        raise InputError([f"{folder}: {why}. {remedy}"])
+        raise InputError([f"{place}: {why}. {remedy}"])
     files = open_files(published(folder), model, shapes)
     if ALLOWED not in allow and identity(folder) != base.sha256:
         why = "its tensors are not those that the run froze. Its checkpoints leave them out"
         remedy = f"Put the model back, or name its folder (model.hf=FOLDER). --allow-change {ALLOWED} trains on with what is there"
-        raise InputError([f"{folder}: {why}. {remedy}"])
+        raise InputError([f"{place}: {why}. {remedy}"])
     return files
 
 
@@ -114,16 +118,16 @@ def restored_frozen(
     base = saved.manifest.base
     assert base is not None
     check_arrays(saved.folder, base.arrays, array_entries({FROZEN: shapes}), convert=cast)
-    files, held = _agreed(lambda: open_base(base, model, whole, allow=allow)), frozen_paths(base)
+    files, held = agreed(lambda: open_base(base, model, whole, allow=allow)), frozen_paths(base)
     # In the type in which the run froze them: a conversion follows the rounding.
     stored = jax.tree.map_with_path(lambda path, x: jax.ShapeDtypeStruct(x.shape, held[path_text(path)].dtype), shapes)
     return jax.tree.map(lambda read, x: read.astype(x.dtype), files.load(stored, shardings), shapes)
 
 
-def _folder_of(base: Base, model: Any) -> Path:
+def _place_of(base: Base, model: Any) -> str:
     # A relative path may be that of another working directory.
-    places = [Path(place) for place in (getattr(model, "hf", None), base.path) if place is not None]
-    return next((place for place in places if place.is_dir()), places[0])
+    places = [place for place in (getattr(model, "hf", None), base.path) if place is not None]
+    return next((place for place in places if is_url(place) or Path(place).is_dir()), places[0])
 
 
 def identity(folder: Path) -> str:
@@ -147,7 +151,7 @@ def _sampled(tensor: Tensor) -> bytes:
         raise DiskError(describe(error, tensor.file)) from error
 
 
-def _agreed(call: Callable[[], _Result], value: Callable[[_Result], Any] = lambda _: None) -> _Result:
+def agreed(call: Callable[[], _Result], value: Callable[[_Result], Any] = lambda _: None) -> _Result:
     """The result of a call. Raises InputError, on all processes, if it fails on one of them or gives another value there."""
     problems: list[str] = []
     result: Any = None

@@ -15,11 +15,14 @@ from typing import Any
 from jgt.document import InputError, Node, nearest, path_problem, shown
 
 from ..models.config import ModelConfig
+from ..store.bucket import is_url
+from ..store.cache import local_folder
 from .families import FAMILIES
 from .family import Family, words
 from .foreign import inside, read_json
 
 MOST_BYTES = 1 << 20
+TOKENIZER = "tokenizer.json"
 MOST_LAYERS = 10_000
 _MOST = 1e18
 MOST_TOKENS = 4096
@@ -169,7 +172,7 @@ def with_published(root: Node) -> Node:
         # The config.yaml of a run has every key, wherever the folder is now.
         return root
     try:
-        described = published(Path(name))
+        described = published(local_folder(name, weights=False))
     except InputError as error:
         raise InputError([root.find("model.hf").problem(problem) for problem in error.problems]) from None
     file = described.file
@@ -179,10 +182,12 @@ def with_published(root: Node) -> Node:
         raise InputError(different)
     theirs = Node.of(dict(described.keys), f"{file}:1", "model")
     root = replace(root, value={**root.children, "model": replace(model, value={**theirs.children, **model.children})})
-    data, tokenizer = root.find("data"), described.path / "tokenizer.json"
+    data, tokenizer = root.find("data"), described.path / TOKENIZER
     data = data if data.key == "data" else Node({}, f"{file}:1", "data")
     if "tokenizer" not in data.children and os.path.lexists(tokenizer):
-        inside(described.path, tokenizer.name)
-        own = {"tokenizer": Node(str(tokenizer), f"{file}:1", "data.tokenizer")}
+        inside(described.path, TOKENIZER)
+        # Not the copy of one at a URL, which another machine has elsewhere.
+        place = f"{name.rstrip('/')}/{TOKENIZER}" if is_url(name) else str(tokenizer)
+        own = {"tokenizer": Node(place, f"{file}:1", "data.tokenizer")}
         root = replace(root, value={**root.children, "data": replace(data, value={**data.children, **own})})
     return root

@@ -14,6 +14,7 @@ from jgt.document import InputError
 
 from ..checkpoint.disk import sync_tree
 from ..checkpoint.steps import remove
+from ..store.cache import local_file, local_folder
 from .families import words
 from .foreign import inside
 
@@ -35,7 +36,7 @@ def keep_origin(run_folder: Path, hf: str | None, tokenizer: str | None, templat
     target = run_folder / ORIGIN
     if os.path.lexists(target):
         return
-    files = {**origin_files(None if hf is None else Path(hf), tokenizer)}
+    files = {**origin_files(None if hf is None else local_folder(hf, weights=False), tokenizer)}
     if template is not None:
         files = {name: file for name, file in files.items() if not name.startswith("chat_template.")}
         files[f"chat_template{'.json' if template.endswith('.json') else '.jinja'}"] = Path(template)
@@ -58,7 +59,7 @@ def origin_files(path: Path | None, tokenizer: str | None = None) -> Mapping[str
     files: dict[str, Path] = {}
     if path is not None and path.suffix == ".json":
         files[DESCRIPTION], path = path, None
-    beside = None if tokenizer is None or not tokenizer.endswith(".json") else Path(tokenizer)
+    beside = None if tokenizer is None or not tokenizer.endswith(".json") else local_file(tokenizer)
     for folder, names in ((path, {DESCRIPTION, *_OTHERS}), (beside and beside.parent, _OTHERS)):
         if folder is not None:
             files |= {name: inside(folder, name) for name in sorted(names) if os.path.lexists(folder / name)}

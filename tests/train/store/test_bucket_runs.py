@@ -211,7 +211,8 @@ def test_a_key_trusts_no_bucket(start, url):
         find_checkpoint(url, Key(secret=b"secret"))
 
 
-def test_the_model_of_a_run_in_a_bucket_is_loaded_and_exported(start, url, tmp_path, capsys):
+def test_the_model_of_a_run_in_a_bucket_is_loaded_and_exported(start, url, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     start("here", 4)
     tokens = np.arange(8)[None]
     for place, step in ((url, 4), (open_steps(f"{url}/checkpoints").path(2), 2)):
@@ -222,9 +223,13 @@ def test_the_model_of_a_run_in_a_bucket_is_loaded_and_exported(start, url, tmp_p
         np.testing.assert_allclose(jgt.load(out).logits(tokens), loaded.logits(tokens), rtol=1e-5, atol=1e-6)
     assert export([url, str(tmp_path / "two"), "--step", "2"]) == 0
     assert (tmp_path / "two" / "model.safetensors").read_bytes() == (tmp_path / "out-2" / "model.safetensors").read_bytes()
+    out = f"file://{tmp_path}/objects"
     capsys.readouterr()
-    assert export([url, "s3://bucket/out"]) == 2
-    assert "OUT s3://bucket/out: is a URL" in capsys.readouterr().err
+    assert export([url, out, "--step", "2", "--max-file", "0.02MB"]) == 0
+    assert "storing" in capsys.readouterr().err
+    np.testing.assert_array_equal(jgt.load(f"hf:{out}").logits(tokens), jgt.load(tmp_path / "out-2").logits(tokens))
+    assert export([url, out]) == 2
+    assert f"OUT {out}: is there already" in capsys.readouterr().err
 
 
 def test_a_run_in_a_bucket_is_watched(start, url, tmp_path, capsys, monkeypatch):
