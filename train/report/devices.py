@@ -19,7 +19,8 @@ from ..checkpoint.disk import open_file
 
 _LARGEST = 1 << 26
 _PLANNED_PID = 1_000_001
-_FIRST_LANE = 10
+_DEVICES, _STAGES = 2_000_000, 5_000_000
+"""The lanes of devices and of planned stages, without their numbers: no lane has the number of another one or of a process."""
 
 
 class DeviceLanes:
@@ -44,10 +45,10 @@ class DeviceLanes:
         """The slices of each device. zero: the moment 0 of the timeline, by the process's clock."""
         shift = (self._zero - zero) * 1e6 if self._slices else 0.0
         for device, at, us, signal, phase in self._slices:
-            where = {"pid": pid, "tid": _FIRST_LANE + device, "ts": round(at + shift, 1), "dur": us}
+            where = {"pid": pid, "tid": _DEVICES + device, "ts": round(at + shift, 1), "dur": us}
             yield {"ph": "X", "name": f"{signal}, {phase}", "cat": signal, **where, "args": {}}
         for device in sorted({row[0] for row in self._slices}):
-            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": _FIRST_LANE + device, "args": {"name": f"device {device}"}}
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": _DEVICES + device, "args": {"name": f"device {device}"}}
 
     def planned(self, zero: float) -> Iterator[dict[str, Any]]:
         """The items of the run's pipeline as its schedule plans them, from the beginning of the profile; none without a pipeline."""
@@ -63,7 +64,7 @@ class DeviceLanes:
                 "name": name,
                 "cat": "plan",
                 "pid": _PLANNED_PID,
-                "tid": stage,
+                "tid": _STAGES + stage,
                 "ts": at,
                 "dur": round(ms * 1e3, 1),
                 "args": {},
@@ -71,4 +72,4 @@ class DeviceLanes:
         if items:
             yield {"ph": "M", "name": "process_name", "pid": _PLANNED_PID, "args": {"name": "the schedule, planned"}}
             for stage in sorted({item[0] for item in items}):
-                yield {"ph": "M", "name": "thread_name", "pid": _PLANNED_PID, "tid": stage, "args": {"name": f"stage {stage}"}}
+                yield {"ph": "M", "name": "thread_name", "pid": _PLANNED_PID, "tid": _STAGES + stage, "args": {"name": f"stage {stage}"}}

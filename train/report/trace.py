@@ -1,7 +1,7 @@
 """`jgt trace`: the whole of a run as a timeline in the Trace Event format, which Perfetto and chrome://tracing open.
 
 The format is described in https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Each process of the run is a
-process there, with a lane for its phases, one for what happens beside them, and marks for incidents. A phase is one slice, whose category
+process there, with a lane for its phases, lanes for what happens beside them, and marks for incidents. A phase is one slice, whose category
 is the cause that `jgt report` counts it as, so the slices of a category add up to the report's seconds. Steps that were lost to a restart
 are slices of their own. The time between two starts is a slice, too, so that each second is in exactly one.
 
@@ -30,14 +30,17 @@ from .events import Event, as_event, stretch_of
 from .rows import read_metrics, read_object, read_tail
 from .status import LAUNCHER, events_file, left_open, processes_of
 
-_PHASES, _BESIDE = 0, 1
-_LANES = {_PHASES: "phases", _BESIDE: "beside the phases"}
-_BESIDE_PHASES = ("write", "export")
+_BESIDE_PHASES = {"write": 3_000_000, "export": 4_000_000}
+"""The lanes of what happens beside the phases, without the number of the process.
+
+Perfetto takes the lane with the number of its process for the main one, and confuses lanes of several processes with one number.
+"""
+_TITLES = {"write": "checkpoints in the background", "export": "exports in the background"}
 _INSTANTS = ("stop", "fault", "nonfinite", "spike", "save_failed", "export_failed", "alert", "config", "exit")
 _NO_PHASES = frozenset((*_INSTANTS, *_BESIDE_PHASES))
 _WRITTEN_AT_ONCE = 1000
 _COUNTERS = ("loss", "eval_loss", "grad_norm", "tokens_per_s", "samples_per_s", "memory_bytes")
-_LAUNCHER_PID = 1_000_000
+_LAUNCHER_PID = 999_999
 """The number of the launcher among the processes. It is larger than that of any process."""
 _COLOURS = {"redone": "terrible", "down": "grey", "steps": "good", "save": "rail_load", "compile": "rail_animation"}
 _TAIL = _LONGEST_LINE = 1 << 20
@@ -58,7 +61,7 @@ def write_trace(run: Path, path: Path, last_s: float | None = None, step: int | 
     run_trace, count = _RunTrace(run, last_s, step), 0
     with _opened(path) as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        events = run_trace.events()
+        events = _without_overlaps(run_trace.events())
         while part := list(itertools.islice(events, _WRITTEN_AT_ONCE)):
             file.write(f"{',' if count else ''}\n" + ",\n".join(map(_text, part)))
             count += len(part)
@@ -81,8 +84,21 @@ def _text(event: Mapping[str, Any]) -> str:
         return _encode({**event, "args": {}})
 
 
+def _without_overlaps(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The events, where no slice begins before the end of the one before it, as rounded moments may: viewers leave such slices out."""
+    ends: dict[tuple[int, int], float] = {}
+    for event in events:
+        if event["ph"] == "X":
+            lane, begin = (event["pid"], event["tid"]), event["ts"]
+            end = round(begin + event["dur"], 1)
+            if 0 < (late := ends.get(lane, -math.inf) - begin) <= _GAP * 1e6:
+                event |= {"ts": ends[lane], "dur": max(0.0, round(event["dur"] - late, 1))}
+            ends[lane] = max(end, event["ts"])
+        yield event
+
+
 class _RunTrace:
-    """The timeline of a run. begin: the moment 0, in seconds since 1970, by the first process's clock."""
+    """The timeline of a run. begin: the moment 0, in seconds since 1970, by the first process's clock: the first event of any process."""
 
     def __init__(self, run: Path, last_s: float | None, step: int | None):
         self._run, begins, resumed = run, list[float](), list[float]()
@@ -96,7 +112,8 @@ class _RunTrace:
                 begins.append(event.time)
                 resumed.append(math.inf)
             resumed[-1] = min(resumed[-1], _resumed(event))
-        self.begin = begins[0] if begins else 0.0
+        firsts = (next(_aligned(_events(run, process)), None) for process in (*processes_of(run), LAUNCHER))
+        self.begin = min((first[0].time for first in firsts if first is not None), default=0.0)
         self._begins, self._limits = begins, preserved_steps(resumed)
         last = [event for row in (*read_tail(events_file(run, 0), _TAIL), left_open(run, 0)) if (event := as_event(row)) is not None]
         end = max((event.time + event.seconds for event in last), default=math.inf)
@@ -181,7 +198,7 @@ class _RunTrace:
         self, name: str, cause: str, begin: float, seconds: float, pid: int, args: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         shown = {"cname": _COLOURS[cause]} if cause in _COLOURS else {}
-        where = {"pid": pid, "tid": _PHASES, "ts": self._us(begin), "dur": round(seconds * 1e6, 1)}
+        where = {"pid": pid, "tid": pid, "ts": self._us(begin), "dur": round(seconds * 1e6, 1)}
         return {"ph": "X", "name": name, "cat": cause, **where, **shown, "args": args or {}}
 
     def _beside(self, event: Event, pid: int) -> dict[str, Any]:
@@ -194,7 +211,7 @@ class _RunTrace:
                 "name": name,
                 "cat": event.phase,
                 "pid": pid,
-                "tid": _PHASES,
+                "tid": pid,
                 "ts": self._us(event.time),
                 "args": args,
             }
@@ -202,15 +219,15 @@ class _RunTrace:
         # An export is noted when it ends.
         seconds = took if event.phase == "export" and isinstance(took, int | float) and 0 <= took < 1e9 else event.seconds
         begin = event.time - seconds if event.phase == "export" else event.time
-        where = {"pid": pid, "tid": _BESIDE, "ts": self._us(begin), "dur": round(seconds * 1e6, 1)}
+        where = {"pid": pid, "tid": _BESIDE_PHASES[event.phase] + pid, "ts": self._us(begin), "dur": round(seconds * 1e6, 1)}
         return {"ph": "X", "name": name, "cat": "beside", **where, "args": args}
 
     def _flow(self, saved: float, restored: float, step: int | None, pid: int) -> Iterator[dict[str, Any]]:
         """An arrow from the end of a save to the restart that used it."""
         number = f"{step}-{restored}"
         common = {"name": f"checkpoint {step}", "cat": "checkpoint", "id": number, "pid": pid}
-        yield {"ph": "s", **common, "tid": _BESIDE, "ts": self._us(saved) - 1}
-        yield {"ph": "f", "bp": "e", **common, "tid": _PHASES, "ts": self._us(restored) + 1}
+        yield {"ph": "s", **common, "tid": _BESIDE_PHASES["write"] + pid, "ts": self._us(saved) - 1}
+        yield {"ph": "f", "bp": "e", **common, "tid": pid, "ts": self._us(restored) + 1}
 
     def _us(self, at: float) -> float:
         """Microseconds since the beginning of the run."""
@@ -220,7 +237,7 @@ class _RunTrace:
 def _names(name: str, pid: int) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": -1 if pid == _LAUNCHER_PID else pid}}
-    for lane, title in _LANES.items():
+    for lane, title in (pid, "phases"), *((_BESIDE_PHASES[phase] + pid, title) for phase, title in _TITLES.items()):
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": lane, "args": {"name": title}}
 
 

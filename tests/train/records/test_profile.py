@@ -106,6 +106,6 @@ def test_a_profile_of_a_pipeline_has_the_costs_of_its_layers(tiny_file, tmp_path
 
 def signals_of(events, device):
     """The signals of a device's slices, none of which overlap."""
-    slices = sorted((e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (0, 10 + device)), key=lambda e: e["ts"])
+    slices = sorted((e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (0, 2_000_000 + device)), key=lambda e: e["ts"])
     assert slices and all(one["ts"] + one["dur"] <= two["ts"] + 0.2 for one, two in itertools.pairwise(slices))
     return {one["cat"] for one in slices}

@@ -1,5 +1,6 @@
 """The timeline of a run: each second in one slice, causes as in the report, and a file that a viewer can read, whatever the files say."""
 
+import collections
 import gzip
 import itertools
 import json
@@ -101,7 +102,7 @@ def traced(run, tmp_path, *flags, name="out.json"):
 
 
 def phases(events, pid):
-    return sorted((e for e in events if e["ph"] == "X" and e["pid"] == pid and e["tid"] == 0), key=lambda e: e["ts"])
+    return sorted((e for e in events if e["ph"] == "X" and e["pid"] == e["tid"] == pid), key=lambda e: e["ts"])
 
 
 @pytest.mark.parametrize("name", ["out.json", "out.json.gz"])
@@ -126,13 +127,36 @@ def test_clocks_are_aligned_and_names_say_who_is_who(run, tmp_path):
     ends = [[one["ts"] + one["dur"] for one in phases(events, pid) if one["name"].startswith("compile")] for pid in (0, 1)]
     assert ends[0] == pytest.approx(ends[1], abs=20_000)
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert names == {0: "process 0 (host0)", 1: "process 1 (host1)", 1_000_000: "launcher"}
+    assert names == {0: "process 0 (host0)", 1: "process 1 (host1)", 999_999: "launcher"}
+
+
+def test_no_slice_is_one_that_viewers_leave_out(run, tmp_path):
+    # Moments and lengths are rounded, so a phase may seem to begin before the one before it has ended.
+    rows = [
+        start(100.0, 0),
+        event("open", 102.0, 3.000_004),
+        event("init", 105.0, 5.0),
+        event("write", 104.0, 9.0),
+        event("export", 112.0, took=6.0),
+    ]
+    events_file(run, 0).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    profiled(run, 0, 103.0, [[0, 0.0, 10.04, "a", "forward"], [0, 10.0, 5.0, "b", "forward"]])
+    lanes = collections.defaultdict(list)
+    for one in traced(run, tmp_path)["traceEvents"]:
+        if one["ph"] == "X":
+            lanes[one["tid"]].append((one["ts"], one["ts"] + one["dur"], one["pid"]))
+    for slices in lanes.values():
+        assert all(0 <= begin <= end for begin, end, _ in slices)
+        # A lane of one process alone, where each slice ends before the next one begins.
+        assert len({pid for _, _, pid in slices}) == 1
+        assert all(round(one[1], 1) <= two[0] for one, two in itertools.pairwise(slices))
+    assert {0, 1, 999_999, 2_000_000, 3_000_000, 3_000_001, 4_000_000} == lanes.keys()
 
 
 def test_an_arrow_leads_from_a_save_to_the_restart_that_used_it(run, tmp_path):
     events = traced(run, tmp_path)["traceEvents"]
     arrows = [(e["ph"], e["pid"], round(e["ts"] / 1e6, 3)) for e in events if e["ph"] in "sf"]
-    assert arrows == [("s", 0, 54.0), ("f", 0, 73.0), ("s", 1, 54.0), ("f", 1, 73.0)]
+    assert arrows == [("s", 0, 56.0), ("f", 0, 75.0), ("s", 1, 56.0), ("f", 1, 75.0)]
     assert [e["name"] for e in events if e["ph"] == "i" and e["pid"] == 0] == ["spike 25", "stop 40"]
     assert [e["args"]["loss"] for e in events if e["ph"] == "C"][-1] == 2.6
 
@@ -202,19 +226,20 @@ def test_the_devices_of_a_profile_have_lanes_by_the_first_clock(run, tmp_path):
     begin = min(json.loads(line)["time"] for line in (run / "events.jsonl").read_text().splitlines() if "time" in line)
     ahead = next(json.loads(line)["clock"] for line in reversed((run / "events-1.jsonl").read_text().splitlines()) if "clock" in line)
     profiled(run, 0, begin + 50, [[0, 1000.0, 500.0, "layers/attn", "forward"], [1, 1500.0, 250.0, "head", "backward"]])
-    profiled(run, 1, begin + 50 + ahead, [[0, 1000.0, 500.0, "layers/attn", "forward"]])
+    profiled(run, 1, begin + 50 + ahead, [[2, 1000.0, 500.0, "layers/attn", "forward"]])
     found = traced(run, tmp_path)
     jsonschema.validate(found, FORMAT)
-    lanes = [e for e in found["traceEvents"] if e["ph"] == "X" and e["tid"] >= 10]
+    lanes = [e for e in found["traceEvents"] if e["ph"] == "X" and 2_000_000 <= e["tid"] < 3_000_000]
     assert [(e["pid"], e["tid"], e["cat"], e["dur"]) for e in lanes] == [
-        (0, 10, "layers/attn", 500),
-        (0, 11, "head", 250),
-        (1, 10, "layers/attn", 500),
+        (0, 2_000_000, "layers/attn", 500),
+        (0, 2_000_001, "head", 250),
+        (1, 2_000_002, "layers/attn", 500),
     ]
-    assert [e["ts"] for e in lanes] == pytest.approx([50.001e6, 50.0015e6, 50.001e6], abs=2)
+    # The launcher began two seconds earlier.
+    assert [e["ts"] for e in lanes] == pytest.approx([52.001e6, 52.0015e6, 52.001e6], abs=2)
     assert len(found["traceEvents"]) == len(before) + 6
     step = traced(run, tmp_path, "--step", "13")["traceEvents"]
-    assert [e for e in step if e["ph"] == "X" and e["tid"] >= 10] == lanes
+    assert [e for e in step if e["ph"] == "X" and 2_000_000 <= e["tid"] < 3_000_000] == lanes
     assert len(phases(step, 0)) == 1
 
 
