@@ -35,7 +35,7 @@ _BESIDE_PHASES = {"write": 3_000_000, "export": 4_000_000}
 
 Perfetto takes the lane with the number of its process for the main one, and confuses lanes of several processes with one number.
 """
-_TITLES = {"write": "checkpoints in the background", "export": "exports in the background"}
+_TITLES = {"write": "background saves", "export": "background exports"}
 _INSTANTS = ("stop", "fault", "nonfinite", "spike", "save_failed", "export_failed", "alert", "config", "exit")
 _NO_PHASES = frozenset((*_INSTANTS, *_BESIDE_PHASES))
 _WRITTEN_AT_ONCE = 1000
