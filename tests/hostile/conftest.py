@@ -7,7 +7,7 @@ import pytest
 from hostile import VALID
 
 from jgt import document
-from train.checkpoint import manifest
+from train.checkpoint.contents import file_entries
 from train.checkpoint.manifest import ArrayEntry, Manifest
 from train.checkpoint.steps import Steps
 
@@ -52,7 +52,7 @@ def steps(tmp_path):
             versions={"jax": "0.10.2"},
             fingerprints={"config": {"run.seed": 1}, "data": {"bytes": 5}},
             arrays=(ArrayEntry(path="params/kernel", shape=(5, 4), dtype="float32"),),
-            files=manifest.file_entries(saving, sha256=True),
+            files=file_entries(saving, sha256=True),
         )
     )
     return steps

@@ -20,7 +20,8 @@ from train.run.identity import Resume, check_data, check_folder
 def test_any_manifest_is_read_or_broken(steps, data):
     path = steps.path(7) / manifest.NAME
     whole = path.read_bytes()
-    path.write_bytes(data.draw(mutated(json.loads(whole)).map(as_json) | spoiled(whole)))
+    forged = mutated(json.loads(whole)).map(lambda values: as_json(manifest.sealed(values) if isinstance(values, dict) else values))
+    path.write_bytes(data.draw(forged | spoiled(whole)))
     if not read_step(steps):
         found = manifest.read(steps.path(7))
         assert found.step == 7 and 0 <= found.samples < 2**62

@@ -37,7 +37,7 @@ def hostile_manifest(case, whole):
     for key in path:
         inner = inner[key]
     inner[last] = case["to"]
-    return json.dumps(values).encode()
+    return json.dumps(manifest.sealed(values)).encode()
 
 
 @pytest.mark.parametrize("name", MANIFESTS)
@@ -83,7 +83,7 @@ def test_a_step_is_broken_if_a_listed_file_is_not_regular(steps, name):
     path = steps.path(7) / manifest.NAME
     values = json.loads(path.read_text())
     next(entry for entry in values["files"] if entry["path"] == "state/array").update(size=0, crc32=0, sha256=None)
-    path.write_text(json.dumps(values))
+    path.write_text(json.dumps(manifest.sealed(values)))
     assert "state/array " in read_step(steps)
 
 

@@ -168,7 +168,7 @@ class BucketSteps:
         assert listing.objects is not None
         name = _manifest_name(listing.step)
         listing = replace(listing, objects=replace(listing.objects, time=time.time()))
-        self.bucket.write(name, seal(name, json.dumps(manifest.as_json(listing)).encode()), ABSENT)
+        self.bucket.write(name, seal(name, json.dumps(manifest.sealed(manifest.as_json(listing))).encode()), ABSENT)
 
     def retire(self, keep: int, held: Collection[int] = ()) -> None:
         """Removes all but the newest `keep` steps, and those that are held."""

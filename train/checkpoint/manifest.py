@@ -1,8 +1,7 @@
 """The manifest of a checkpoint: a list of its arrays, and of its files with their checksums. Needs neither JAX nor Orbax.
 
 Orbax stores no checksums: a bit that flips on the disk comes back as another weight. So the manifest is written last, when all files are
-complete, and read first, before any of them is used. A step is whole if it has exactly the files that its manifest lists, each with the
-listed size and checksum.
+complete, and read first, before any of them is used. `train.checkpoint.contents` compares the files with it.
 
 A checkpoint may come from a stranger, so a manifest is read as hostile input: at most 64 MiB, JSON and never pickles, every number in
 range, every path below the step's folder, no links, and no pipes or devices, which would block the reader. Whatever is wrong becomes one
@@ -12,15 +11,13 @@ disk is no verdict; it stays an OSError (see `train.checkpoint.disk`).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import re
 import stat
 import zlib
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,13 +29,15 @@ from .disk import kind, patiently, sync
 from .signature import FIELD, Key
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+_CHECKSUM = "crc32"
+_UNSEALED = 1
+"""The format of earlier versions, whose manifests have no checksum of their own."""
 FROZEN = "frozen"
 """The part of a state that may be left to a `Base`."""
-_BLOCK = 1 << 22
 _MAX_BYTES = 1 << 26
 _MAX_NUMBER = 1 << 62
-_MAX_PATH = 300
+MAX_PATH = 300
 _MOST_OVERHEAD = 1 << 30
 """A step may have this many bytes of files more than twice the bytes of its arrays."""
 # Every element type that JAX has. A list, because a name such as "O" would make numpy's dtype one of Python objects.
@@ -48,7 +47,7 @@ _DTYPE = re.compile(
 )
 _OBJECTS = re.compile(r"[1-9][0-9]{0,9}-[0-9a-f]{1,16}-[0-9]{1,9}")
 _KINDS = {str: "text", list: "a list", dict: "a mapping"}
-_ODD_KINDS: Mapping[int | None, str] = {
+ODD_KINDS: Mapping[int | None, str] = {
     stat.S_IFLNK: "a link",
     stat.S_IFIFO: "a named pipe, not a file",
     stat.S_IFSOCK: "a socket, not a file",
@@ -130,18 +129,10 @@ class UnsignedError(Exception):
     """A manifest is not signed with the run's key."""
 
 
-def file_entries(folder: Path, *, sha256: bool) -> tuple[FileEntry, ...]:
-    """An entry for each file of a step; reads every file once. Raises BrokenError for anything that is not a regular file."""
-    with _readers() as readers:
-        return tuple(readers.map(lambda path: _read_entry(folder, path, sha256=sha256), _files(folder)))
-
-
 def write(folder: Path, manifest: Manifest, key: Key | None = None) -> None:
     """Writes the manifest, signed if there is a key. It is either complete or absent at any moment, and on disk when this returns."""
     path, new = folder / NAME, folder / f"{NAME}.new"
-    values = as_json(manifest)
-    # Orbax has its own files.
-    del values["objects"]
+    values = sealed(as_json(manifest))
     if key is not None:
         values[FIELD] = key.sign(values)
     with new.open("w", encoding="utf-8") as file:
@@ -155,7 +146,19 @@ def write(folder: Path, manifest: Manifest, key: Key | None = None) -> None:
 
 def as_json(manifest: Manifest) -> dict[str, Any]:
     """The values of a manifest as a reader will see them, because a signature covers the values that are read."""
-    return json.loads(json.dumps(asdict(manifest)))
+    values = json.loads(json.dumps(asdict(manifest)))
+    # Orbax has its own files.
+    return {name: value for name, value in values.items() if name != "objects" or value is not None}
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with a checksum of all of them but the signature. Without it, a bit that flips in a number would be another number."""
+    return {**values, _CHECKSUM: _checksum(values)}
+
+
+def _checksum(values: Mapping[str, Any]) -> int:
+    others = {name: value for name, value in values.items() if name not in (_CHECKSUM, FIELD)}
+    return zlib.crc32(json.dumps(others, sort_keys=True, separators=(",", ":")).encode())
 
 
 def read(folder: Path, key: Key | None = None) -> Manifest:
@@ -165,7 +168,7 @@ def read(folder: Path, key: Key | None = None) -> Manifest:
     if what is None:
         raise BrokenError(f"it has no {NAME}: it was never finished")
     if what != stat.S_IFREG:
-        raise BrokenError(f"{NAME} is {_ODD_KINDS.get(what, 'a folder')}")
+        raise BrokenError(f"{NAME} is {ODD_KINDS.get(what, 'a folder')}")
     if patiently(path.stat, path).st_size > _MAX_BYTES:
         raise BrokenError(f"{NAME} is damaged: the file is larger than {_MAX_BYTES:,} bytes")
     return parse(patiently(path.read_bytes, path), key)
@@ -174,86 +177,22 @@ def read(folder: Path, key: Key | None = None) -> Manifest:
 def parse(content: bytes, key: Key | None = None) -> Manifest:
     """The manifest in a file or an object. Raises BrokenError or UnsignedError."""
     try:
-        values = json.loads(content)
-        if problem := None if key is None else key.problem(_check_kind(dict, values)):
+        values = _check_kind(dict, json.loads(content))
+        if problem := None if key is None else key.problem(values):
             raise UnsignedError(problem)
+        if values.get("format") == FORMAT and values[_CHECKSUM] != _checksum(values):
+            raise BrokenError(f"{NAME} has other content than was written (checksum)")
         return _parse(values)
     except RecursionError:
         raise BrokenError(f"{NAME} is damaged: it is nested too deeply") from None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BrokenError(f"{NAME} is damaged: {shown(f'{type(error).__name__}: {error}', _MAX_PATH, quotes=False)}") from None
-
-
-def file_problems(folder: Path, manifest: Manifest, part: tuple[int, int] = (0, 1)) -> Iterator[str]:
-    """Problems of the files of a step: missing, not listed, of another size, or with other content.
-
-    part: (i, n) compares the content of every n-th file from the i-th on, so that n processes share the reading.
-    """
-    listed = {entry.path: entry for entry in manifest.files}
-    present = {str(path.relative_to(folder)) for path in _files(folder)}
-    yield from (f"{_text(path)} is missing" for path in sorted(listed.keys() - present))
-    # An additional file is a problem too: Orbax chooses how to read a folder by the files in it.
-    yield from (f"{_text(path)} does not belong to it" for path in sorted(present - listed.keys()))
-    index, count = part
-    with _readers() as readers:
-        mine = sorted(listed.keys() & present)[index::count]
-        yield from filter(None, readers.map(lambda path: _file_problem(folder, listed[path]), mine))
-
-
-def _readers() -> ThreadPoolExecutor:
-    # Threads suffice: reading a file and computing a checksum both release Python's global lock.
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1))
-
-
-def _file_problem(folder: Path, entry: FileEntry) -> str | None:
-    path = folder / entry.path
-    # The size first: a file that was cut short need not be read.
-    size = patiently(path.lstat, path).st_size
-    if size != entry.size:
-        return f"{_text(entry.path)} has {size} bytes instead of {entry.size}"
-    if _read_entry(folder, path, sha256=entry.sha256 is not None) != entry:
-        return f"{_text(entry.path)} has other content than was written (checksum)"
-    return None
-
-
-def _text(path: str) -> str:
-    return shown(path, _MAX_PATH, quotes=False)
-
-
-def _files(folder: Path) -> list[Path]:
-    """The files of a step except its manifest. A loop instead of a recursion, because folders may be nested very deeply."""
-    files, folders = [], [folder]
-    while folders:
-        inner = folders.pop()
-        for path in patiently(lambda inner=inner: list(inner.iterdir()), folder):
-            name, what = _text(str(path.relative_to(folder))), kind(path)
-            if what == stat.S_IFDIR:
-                folders.append(path)
-            elif what == stat.S_IFREG:
-                files.append(path)
-            else:
-                raise BrokenError(f"{name} is {_ODD_KINDS.get(what, 'no longer there')}")
-    # Only at the top: a file of this name in a folder of Orbax's belongs to the step.
-    return sorted(path for path in files if path.name not in (NAME, f"{NAME}.new") or path.parent != folder)
-
-
-def _read_entry(folder: Path, path: Path, *, sha256: bool) -> FileEntry:
-    def read() -> FileEntry:
-        crc, size, digest = 0, 0, hashlib.sha256()
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                crc, size = zlib.crc32(block, crc), size + len(block)
-                if sha256:
-                    digest.update(block)
-        return FileEntry(path=str(path.relative_to(folder)), size=size, crc32=crc, sha256=digest.hexdigest() if sha256 else None)
-
-    return patiently(read, path)
+        raise BrokenError(f"{NAME} is damaged: {shown(f'{type(error).__name__}: {error}', MAX_PATH, quotes=False)}") from None
 
 
 # `jgt.document.bind` would refuse the unknown keys of a newer version, and takes eight times as long (22,000 entries: 3.9 s).
-def _parse(values: Any) -> Manifest:
+def _parse(values: Mapping[str, Any]) -> Manifest:
     """Raises KeyError, TypeError, ValueError or AttributeError for anything that is not a manifest."""
-    if type(_check_kind(dict, values).get("format")) is not int or values["format"] != FORMAT:
+    if type(values.get("format")) is not int or values["format"] not in (_UNSEALED, FORMAT):
         raise ValueError(f"format {shown(values.get('format'))}, not {FORMAT}")
     step, samples = _number(values["step"]), _number(values["samples"])
     if samples > step * MAX_BATCH:
@@ -312,7 +251,7 @@ def _num_bytes(array: ArrayEntry) -> int:
 def _file_entry(values: Any) -> FileEntry:
     path, sha256 = _check_kind(str, values["path"]), values.get("sha256")
     parts = Path(path).parts
-    if not parts or Path(path).is_absolute() or ".." in parts or len(path) > _MAX_PATH:
+    if not parts or Path(path).is_absolute() or ".." in parts or len(path) > MAX_PATH:
         raise ValueError(f"the path {shown(path)} leads outside, or is too long")
     return FileEntry(
         path=path,

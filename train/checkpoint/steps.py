@@ -25,6 +25,7 @@ from pathlib import Path
 from ..sections import CHECKPOINTS as FOLDER
 from . import manifest
 from .bucket_steps import BucketSteps, SavedStep
+from .contents import file_entries, file_problems
 from .disk import describe, is_damage, kind, patiently, sync, sync_above, sync_tree
 from .manifest import BrokenError, Manifest
 from .signature import Key
@@ -81,7 +82,7 @@ class Steps:
         return SavedStep(folder=self.path(step), manifest=manifest.read(self.path(step), self._key))
 
     def read(self, step: int, part: tuple[int, int] = (0, 1)) -> Manifest:
-        """The manifest of a step, after comparing its files with it. part: as in `manifest.file_problems`.
+        """The manifest of a step, after comparing its files with it. part: as in `file_problems`.
 
         Raises BrokenError or UnsignedError if the step must not be used, and OSError if the disk cannot be read.
         """
@@ -90,7 +91,7 @@ class Steps:
             listing = manifest.read(path, self._key)
             if listing.step != step:
                 raise BrokenError(f"its manifest is from step {listing.step}")
-            if problems := list(manifest.file_problems(path, listing, part)):
+            if problems := list(file_problems(path, listing, part)):
                 more = [f"and {len(problems) - _MAX_PROBLEMS} more problems"] if len(problems) > _MAX_PROBLEMS else []
                 raise BrokenError("; ".join([*problems[:_MAX_PROBLEMS], *more]))
             return listing
@@ -130,7 +131,7 @@ class Steps:
         """Signs a whole step that was saved without the key. Raises BrokenError if it is damaged."""
         path = self.path(step)
         listing = Steps(self.folder).read(step)
-        manifest.write(path, replace(listing, files=manifest.file_entries(path, sha256=True)), self._key)
+        manifest.write(path, replace(listing, files=file_entries(path, sha256=True)), self._key)
 
     def retire(self, keep: int, held: Collection[int] = ()) -> None:
         """Removes all but the newest `keep` steps, and those that are held."""

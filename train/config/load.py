@@ -1,8 +1,8 @@
 """Reads and checks a run's YAML file as a whole. Imports no JAX.
 
 `load` reads the file, applies the `key.sub=value` overrides of the command line, fills the sections, and checks what one section alone
-cannot know: the mesh against the devices, the rules against the axes of the mesh, the pipeline's schedule against its stages, the batch
-against the axes that split it. None of this needs JAX, so a typo is answered in well under a second, and on a machine without accelerators.
+cannot know: the mesh against the devices, the rules against the axes of the mesh, the pipeline's schedule against its stages, and what
+`problems.py` has. None of this needs JAX, so a typo is answered in well under a second, and on a machine without accelerators.
 
 All problems are reported together, so that a user fixes them in one pass. That takes care: after a problem the check
 continues with everything that could be read, and a section that could not be read must not cause further messages that only
@@ -22,15 +22,15 @@ from jgt.planner import Budget
 
 from ..adapt.config import LoraConfig
 from ..code.files import Code, read_code
-from ..code.names import is_name, name_problem, object_name
-from ..data.config import OwnData, path_problems
-from ..models.config import ModelConfig
-from ..sections import PAIRED, AlertsConfig, HookConfig, TrainConfig, logger_problem, missing_loggers
+from ..code.names import object_name
+from ..data.config import OwnData
+from ..data.paths import path_problems
+from ..sections import AlertsConfig, HookConfig, logger_problem, missing_loggers
 from ..sync.config import SyncConfig
 from ..weights.adapters import with_adapter
 from ..weights.described import with_published
-from .config import OWN, Config, Run
-from .sync import sync_problems
+from .config import Config, Run
+from .problems import batch_problems, run_problems
 
 _DATA_AXES = ("replica", "data", "fsdp")
 """The axes that split a batch where no rules say it."""
@@ -76,28 +76,6 @@ def load(
     return _check(root, folder, all_problems, num_processes, code, reads_data=reads_data)
 
 
-def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
-    """Messages if the mesh axes that the rules assign to the inputs do not divide batch and sequence, or the loss's chunks the sequence.
-
-    mesh: axis sizes, all of them known; axes that are missing are not checked.
-    """
-    # The trainer chooses a divisor for null.
-    chunks, seq = run.config.train.loss_chunks, run.config.model.seq
-    if chunks is not None and seq % chunks:
-        # Divisors up to 1000 only, which keeps the message short.
-        fits = ", ".join(str(n) for n in range(1, min(seq, 1000) + 1) if seq % n == 0)
-        yield f"{run.where('train.loss_chunks')}: train.loss_chunks: {chunks} does not divide model.seq {seq}. These do: {fits}"
-    rule = run.rules.match_input("batch/inputs", 2).rule
-    if rule is None:
-        return
-    train = run.config.train
-    shape = (train.batch // train.accumulate, run.config.model.seq)
-    what = f"input batch / accumulate {train.accumulate}" if train.accumulate > 1 else "input batch"
-    for dim, problem in rule.misfit_problems(rule.dims(2), shape, mesh, what, label="inputs").items():
-        key = ("train.batch", "model.seq")[dim]
-        yield f"{run.where(key)}: {key}: {problem}"
-
-
 def _check(root: Node, folder: Path, problems: list[str], num_processes: int | None, code: Code, *, reads_data: bool) -> Run:
     # `bind` returns None if any section is wrong.
     bound: Config | None = bind(root, Config, problems)
@@ -118,19 +96,7 @@ def _check(root: Node, folder: Path, problems: list[str], num_processes: int | N
     budget = Budget() if config.budget is None else Budget.read(config.budget, problems)
     rules = rules.for_rows("plain" if isinstance(config.data, OwnData) else config.data.order)
     run = Run(config=config, mesh=mesh, rules=rules, pipeline=pipeline, budget=budget, root=root, rules_root=rules_root, code=code)
-    checks = (
-        _bucket_problems,
-        _own_problems,
-        _lora_problems,
-        _loss_problems,
-        _order_problems,
-        _early_problems,
-        _length_problems,
-        _stack_problems,
-        sync_problems,
-    )
-    for check in checks:
-        problems += check(run)
+    problems += run_problems(run)
     if problems:
         # A size of -1 depends on the number of devices, and divides nothing yet.
         sizes = {axis: size for axis, size in mesh.items() if size != -1}
@@ -167,105 +133,6 @@ def _axes_that_need_rules(node: Node | None, mesh: Mapping[str, int]) -> Iterato
     if names and node is not None:
         remedy = f"Add rules, for example rules: jgt:fsdp_tensor, or use {', '.join(_DATA_AXES[:-1])} or {_DATA_AXES[-1]}"
         yield node.problem(f"without rules a run is data-parallel, and does not use the axis {names}. {remedy}")
-
-
-def _length_problems(run: Run) -> Iterator[str]:
-    """A run with a number of steps and a number of epochs."""
-    # The default of steps gives way.
-    steps, epochs = run.root.find("train").children.get("steps"), run.config.train.epochs
-    if epochs is not None and steps is not None and steps.value is not None:
-        remedy = "Remove one of them, or set train.steps=null or train.epochs=null"
-        yield run.root.find("train.epochs").problem(f"is {epochs:g}, but train.steps is {steps.value} ({steps.where}). {remedy}")
-
-
-def _early_problems(run: Run) -> Iterator[str]:
-    """An early end by evaluations that a run makes at its end alone."""
-    config = run.config
-    if config.train.stop_early is not None and not config.train.eval_every and not (config.eval.tasks and config.eval.every):
-        yield run.root.find("train.stop_early").problem("needs evaluations while the run trains. Set train.eval_every")
-
-
-def _stack_problems(run: Run) -> Iterator[str]:
-    """A pipeline of a model whose first layers are another stack."""
-    model = run.config.model
-    if run.pipeline is not None and isinstance(model, ModelConfig) and model.experts is not None and model.experts.first_dense:
-        node, dense = run.root.find("model.experts.first_dense"), model.experts.first_dense
-        yield node.problem(f"{dense} dense layers are a stack of their own, but a pipeline has one stack of layers. Use first_dense: 0")
-
-
-def _bucket_problems(run: Run) -> Iterator[str]:
-    """Keys that need a run directory on a disk."""
-    config = run.config
-    if config.run.url is None:
-        return
-    for key in ("sha256", "key"):
-        if getattr(config.checkpoint, key):
-            yield run.root.find(f"checkpoint.{key}").problem("is for checkpoints in folders, but run.dir is a URL. Remove the key")
-    for number, fault in enumerate(config.debug.faults):
-        if fault.kind in ("corrupt", "disk_full"):
-            yield run.root.find(f"debug.faults[{number}]").problem(f"{fault.kind} is for runs in folders, but run.dir is a URL. Remove it")
-
-
-def _own_problems(run: Run) -> Iterator[str]:
-    """Names of the user's own code that cannot be resolved."""
-    names = {key: run.own(key) for key in OWN} | {f"hooks.{hook}.call": config.call for hook, config in run.config.hooks.items()}
-    for key, name in names.items():
-        problems: list[str] = []
-        with InputError.collect(problems):
-            if name and (problem := name_problem(name, key, run.code)):
-                problems.append(run.root.find(key).problem(problem))
-        yield from problems
-
-
-def _lora_problems(run: Run) -> Iterator[str]:
-    """Types that adapters cannot have, or that need them."""
-    config = run.config
-    if config.lora is not None and config.model.fp8:
-        yield run.root.find("lora").problem("adapts matmuls in f32 or bf16, but model.fp8 is true. Set it to false")
-    lora = run.root.find("lora")
-    # A section with problems of its own is there.
-    if (lora.key != "lora" or lora.value is None) and config.model.base_dtype in ("int8", "nf4"):
-        why = f"{config.model.base_dtype} packs the matrices of a model that lora: adapts. Add that section, or set bf16"
-        yield run.root.find("model.base_dtype").problem(why)
-
-
-def _loss_problems(run: Run) -> Iterator[str]:
-    """A loss without the data that it compares, data without such a loss, and keys that the loss does not read."""
-    # Another key of the section may be wrong, which is not read then.
-    config, node = run.config, run.root.find("train").children.get("loss")
-    loss = None if node is None else node.plain()
-    if isinstance(loss, str) and loss not in PAIRED and not is_name(loss):
-        yield run.root.find("train.loss").problem(
-            f"{document.shown(loss)} is neither {' nor '.join(PAIRED)} nor MODULE:NAME, such as my_models:loss"
-        )
-    if isinstance(config.data, OwnData) and loss is None and not config.data.has_texts:
-        yield run.root.find("data.source").problem("data of your own needs a loss of your own. Add train.loss: MODULE:NAME")
-    if run.own("data.source") is None and config.data.source == "preferences" and loss is None:
-        yield run.root.find("data.source").problem(f"preferences needs a loss of pairs of answers. Add train.loss: {' or '.join(PAIRED)}")
-    if run.own("data.source") is None and config.data.source != "preferences" and loss in PAIRED:
-        yield run.root.find("train.loss").problem(f"{loss} needs pairs of answers. Set data.source: preferences (docs/finetune.md)")
-    for key, other in (("train.loss_chunks", config.train.loss_chunks), ("sample.tokens", config.sample.tokens)):
-        if loss not in (None, *PAIRED) and other:
-            yield run.root.find(key).problem("belongs to language models without a loss of their own. Remove the key, or train.loss")
-    if config.train.beta != TrainConfig.beta and loss not in PAIRED:
-        yield run.root.find("train.beta").problem(f"only train.loss: {' and '.join(PAIRED)} read it. Remove the key")
-    if config.optimizer.gradients == "bf16" and config.model.dtype == "f32":
-        yield run.root.find("optimizer.gradients").problem("bf16 needs model.dtype: bf16. Gradients of f32 matmuls are f32")
-
-
-def _order_problems(run: Run) -> Iterator[str]:
-    """Rows in zigzag order that no attention expects, or that a loss would take for rows in order."""
-    data, node = run.config.data, run.root.find("data.order")
-    if isinstance(data, OwnData) or data.order != "zigzag":
-        return
-    axes = sorted({rule.axis for rule in run.rules.contexts})
-    if len(axes) != 1:
-        found = f"rules split sequences over {' and '.join(axes)}" if axes else "no rule splits a sequence"
-        yield node.problem(
-            f"zigzag is the order of attention over one axis of the mesh, but {found}. Use rules: jgt:context, or order: plain"
-        )
-    if run.config.train.loss not in (None, *PAIRED):
-        yield node.problem("a loss of your own would see the tokens of a row in another order. Use order: plain")
 
 
 def _readable_sections(root: Node) -> Config:

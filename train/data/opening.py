@@ -19,12 +19,13 @@ from jgt.document import InputError
 from .batches import Data, Stack, stack_tokens
 from .chat.keys import has_pairs
 from .chat.rows import ChatRows, Pairs, as_row, stack_pairs, stack_rows
-from .config import DataConfig, OwnData, Problem, path_problems
+from .config import DataConfig, OwnData, Problem
 from .encoded import remove_leftovers
 from .mapped import MappedFile
 from .own import OwnSource
 from .own.shard import StreamSource
 from .own.streams import Streams
+from .paths import path_problems
 from .sources import Opener, Samples, Splits, located, spared_tokens
 from .special import WAYS_TO_NAME_AN_END
 from .stream import Stream, Windows, num_windows

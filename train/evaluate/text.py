@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 from jgt.document import InputError
 
-from ..data.config import SUFFIXES, DataConfig, path_problems
+from ..data.config import SUFFIXES, DataConfig
 from ..data.documents import missing_field, read_file
 from ..data.files import Finder
 from ..data.packed import TextError, is_packed
+from ..data.paths import path_problems
 from ..data.sources import DOCUMENT_READERS
 from ..data.tokenizer import ByteTokenizer, Tokenizer
 from ..data.tokens import format_problem

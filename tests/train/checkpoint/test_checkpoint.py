@@ -1,6 +1,7 @@
 """Checkpoints of a small state are restored bit for bit on any layout, and the newest ones are kept."""
 
 import contextlib
+import json
 import os
 import shutil
 import threading
@@ -14,7 +15,9 @@ from checkpoints import newest_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgt.document import InputError
+from train.checkpoint import manifest
 from train.checkpoint.checkpoint import Checkpoints, SaveError
+from train.checkpoint.manifest import BrokenError
 from train.checkpoint.restore import restore, restore_params
 from train.checkpoint.saved import find_checkpoint
 from train.sections import CheckpointConfig
@@ -113,6 +116,25 @@ def damaged_ways():
         path.symlink_to(content)
 
     return [lambda path: path.unlink(), cut, zero, flip, link]
+
+
+def test_no_bit_of_a_manifest_may_flip(checkpoints, tmp_path):
+    checkpoints.save(state_on(PartitionSpec()), 1, samples=16)
+    checkpoints.wait()
+    path, before = tmp_path / "1" / manifest.NAME, manifest.read(tmp_path / "1")
+    whole, wrong = path.read_bytes(), []
+    for bit in range(8 * len(whole)):
+        content = bytearray(whole)
+        content[bit // 8] ^= 1 << bit % 8
+        with contextlib.suppress(BrokenError):
+            if manifest.parse(bytes(content)) != before:
+                wrong.append(bit)
+    assert not wrong
+    # As earlier versions wrote it.
+    values = {name: value for name, value in json.loads(whole).items() if name != "crc32"}
+    assert manifest.parse(json.dumps(values | {"format": 1}).encode()) == before
+    with pytest.raises(BrokenError, match=r"manifest\.json is damaged"):
+        manifest.parse(json.dumps(values).encode())
 
 
 @pytest.mark.parametrize("spoil", damaged_ways(), ids=["deleted", "cut", "zeroed", "flipped", "linked"])

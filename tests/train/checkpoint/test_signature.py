@@ -6,6 +6,7 @@ import pytest
 
 from jgt.document import InputError
 from train.checkpoint import manifest
+from train.checkpoint.contents import file_entries
 from train.checkpoint.manifest import BrokenError, Manifest, UnsignedError
 from train.checkpoint.signature import Key, read_key
 from train.checkpoint.steps import Steps
@@ -19,7 +20,7 @@ def step(tmp_path):
     steps = Steps(tmp_path)
     (steps.saving(5) / "state").mkdir(parents=True)
     (steps.saving(5) / "state" / "array").write_bytes(b"content")
-    files = manifest.file_entries(steps.saving(5), sha256=False)
+    files = file_entries(steps.saving(5), sha256=False)
     steps.finish(Manifest(step=5, samples=80, mesh={}, versions={}, fingerprints={"config": {"lr": 3e-3}}, arrays=(), files=files))
     return steps.path(5)
 

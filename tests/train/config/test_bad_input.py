@@ -208,7 +208,7 @@ def test_one_problem(write, refused, text, expected):
         ("rules", "mesh: {data: 2}\nrules: URL"),
         ("run.spool", "run: {dir: s3://bucket/run, spool: URL}"),
         ("xla.cache", "xla: {cache: URL}"),
-        ("data.tokenizer", "data: {tokenizer: URL}"),
+        ("data.cache", "data: {cache: URL}"),
         ("checkpoint.key", "checkpoint: {key: URL}"),
         ("pipeline.schedule", "pipeline: {signal: layers, axis: stage, microbatches: 2, schedule: URL}"),
     ],

@@ -6,8 +6,9 @@ import sys
 import pytest
 
 from jgt.document import bind, parse
-from train.data.config import DataConfig, MixturePart, path_problems
+from train.data.config import DataConfig, MixturePart
 from train.data.files import Finder, standard_library
+from train.data.paths import path_problems
 
 
 def bound(text):
@@ -87,12 +88,12 @@ def test_a_format_needs_its_package_and_its_suffix(tmp_path, monkeypatch):
     def found(source, name):
         return [f"{key}: {message}" for key, message in path_problems(DataConfig(source=source, path=str(tmp_path / name)))]
 
-    monkeypatch.setattr("train.data.config.is_installed", lambda package: True)
+    monkeypatch.setattr("train.data.paths.is_installed", lambda package: True)
     assert found("parquet", "*.parquet") == found("arrow", "c.arrow") == found("jsonl", "*.zst") == found("tokens", "e.*") == []
     (problem,) = found("parquet", "[ab].*")
     assert "b.json is not a file of the source parquet: its name must end in .parquet or .pq" in problem
     assert found("tokens", "e.idx") == [f"path: {tmp_path}/e.idx is only an index. Name the .bin file beside it"]
-    monkeypatch.setattr("train.data.config.is_installed", lambda package: False)
+    monkeypatch.setattr("train.data.paths.is_installed", lambda package: False)
     assert found("parquet", "*.parquet") == ["source: parquet needs the package pyarrow. Install it: pip install 'jgt[data]'"]
     assert found("arrow", "c.arrow") == ["source: arrow needs the package pyarrow. Install it: pip install 'jgt[data]'"]
     packed = f"path: {tmp_path}/d.jsonl.zst needs the package zstandard. Install it (pip install 'jgt[data]'), or unpack the file"
@@ -147,7 +148,7 @@ def test_the_standard_library_has_no_tests_and_no_installed_packages():
 
 def test_checking_a_config_loads_neither_jax_nor_numpy():
     code = (
-        "import sys; from train.data.config import DataConfig, path_problems; list(path_problems(DataConfig()));"
+        "import sys; from train.data.paths import DataConfig, path_problems; list(path_problems(DataConfig())); "
         "assert not {'jax', 'numpy', 'grain'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,9 +14,10 @@ from PIL import Image
 from jgt.document import InputError
 from train.code.files import Code
 from train.config.load import load
-from train.data.config import OwnData, path_problems
+from train.data.config import OwnData
 from train.data.opening import open_own_data
 from train.data.own import SampleError, open_own
+from train.data.paths import path_problems
 
 BATCH, FILES, ROWS = 6, 4, 12
 COUNT = FILES * ROWS
@@ -137,7 +138,7 @@ def test_what_is_wrong_is_said_with_its_line_and_the_nearest_name(source, folder
 
 
 def test_the_package_and_a_name_are_needed_before_jax_starts(monkeypatch):
-    monkeypatch.setattr("train.data.config.is_installed", lambda package: package != "datasets")
+    monkeypatch.setattr("train.data.paths.is_installed", lambda package: package != "datasets")
     assert [*path_problems(OwnData(source="hf:a/b"))] == [("source", "hf needs the package datasets. Install it: pip install 'jgt[hf]'")]
     with pytest.raises(InputError, match=r"data\.source: hf: needs a name behind it, such as hf:NAME"):
         load({"data": {"source": "hf:"}})

@@ -10,9 +10,10 @@ from buckets import Server
 
 from jgt.document import InputError
 from train.config import load
-from train.data.config import DataConfig, path_problems
+from train.data.config import DataConfig
 from train.data.files import Finder
 from train.data.opening import open_data
+from train.data.paths import path_problems
 from train.store.bucket import Bucket
 from train.store.cache import ObjectCache
 

@@ -8,6 +8,7 @@ import shutil
 import pytest
 
 from train.checkpoint import manifest
+from train.checkpoint.contents import file_entries
 from train.command_line import Exit
 
 STEPS = 4
@@ -47,8 +48,8 @@ def checksums_anew(step):
     """Makes the checksums in a manifest those of the files."""
     path = step / manifest.NAME
     values = json.loads(path.read_text())
-    values["files"] = [dataclasses.asdict(entry) for entry in manifest.file_entries(step, sha256=False)]
-    path.write_text(json.dumps(values))
+    values["files"] = [dataclasses.asdict(entry) for entry in file_entries(step, sha256=False)]
+    path.write_text(json.dumps(manifest.sealed(values)))
 
 
 def metadata(text):
@@ -86,7 +87,7 @@ def cut(name):
 
 def samples(step, other):
     path = step / manifest.NAME
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"samples": (1 << 62) - 1}))
+    path.write_text(json.dumps(manifest.sealed(json.loads(path.read_text()) | {"samples": (1 << 62) - 1})))
 
 
 FORGERIES = {
@@ -153,7 +154,7 @@ def test_a_step_that_is_not_signed_is_set_aside(forged, nursery, tiny_file, tmp_
     everything = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file()) + (tmp_path / "log").read_bytes()
     assert b"a" * 32 not in everything
     path = folder / "checkpoints" / "4" / manifest.NAME
-    path.write_text(json.dumps(values | {"samples": 0}))
+    path.write_text(json.dumps(manifest.sealed(values | {"samples": 0})))
     assert nursery.start(arguments, tmp_path / "log").wait() == Exit.DONE
     output = (tmp_path / "log").read_text()
     assert "the checkpoint of step 4 is not trusted (its signature does not match checkpoint.key); it is not used" in output
