@@ -27,10 +27,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jgt import document
+from jgt.document import InputError
 
-from ..store.bucket import ABSENT, Bucket
+from ..store.bucket import ABSENT, Bucket, ChangedError
 from . import manifest
+from .disk import open_file, patiently
 from .manifest import BrokenError, Manifest, ObjectsEntry
 
 _MANIFEST = re.compile(r"manifests/([0-9]{10})\.json")
@@ -89,7 +90,13 @@ class SavedStep:
     def content(self, path: str, most: int) -> bytes:
         """A file of the step, of at most `most` bytes. Raises InputError, or BrokenError or OSError."""
         if self.bucket is None or self.manifest.objects is None:
-            return document.read_bytes(Path(self.folder, path), most)
+            file = Path(self.folder, path)
+            # Not `document.read_bytes`: an error of the disk is no wrong input.
+            with patiently(lambda: open_file(file), file) as opened:
+                content = patiently(lambda: opened.read(most + 1), file)
+            if len(content) > most:
+                raise InputError([f"{file}: the file is larger than {most:,} bytes, which is the limit for such a file"])
+            return content
         return bytes(content_of(self.bucket, f"data/{self.manifest.objects.folder}/{path}"))
 
 
@@ -168,7 +175,13 @@ class BucketSteps:
         assert listing.objects is not None
         name = _manifest_name(listing.step)
         listing = replace(listing, objects=replace(listing.objects, time=time.time()))
-        self.bucket.write(name, seal(name, json.dumps(manifest.sealed(manifest.as_json(listing))).encode()), ABSENT)
+        try:
+            self.bucket.write(name, seal(name, json.dumps(manifest.sealed(manifest.as_json(listing))).encode()), ABSENT)
+        except ChangedError:
+            # An earlier try of this start may have failed after the write. What it wrote is whole, and of the same state.
+            entry = self._listing(listing.step).objects
+            if entry is None or f"-{self.start}-" not in entry.folder:
+                raise
 
     def retire(self, keep: int, held: Collection[int] = ()) -> None:
         """Removes all but the newest `keep` steps, and those that are held."""

@@ -31,7 +31,7 @@ from .disk import DiskError, describe
 from .files import FilesWriter
 from .manifest import Base, Manifest
 from .restore import first_line
-from .saved import Search, array_entries
+from .saved import MAX_DATA_BYTES, Search, array_entries
 from .signature import read_key
 from .steps import Steps, open_steps
 from .uploads import ObjectsWriter
@@ -117,6 +117,9 @@ class Checkpoints:
         space = None if failure else self._writer.space_problem(state)
         if not true_on_all_processes(space is None) and number_of_first_process(self._remove_oldest()):
             space = None if failure else self._writer.space_problem(state)
+        if data is not None and len(data.encode()) > MAX_DATA_BYTES:
+            # Otherwise no start could read it.
+            failure = failure or OSError(f"the place in the data takes more than {MAX_DATA_BYTES:,} bytes")
         failure = failure or space or self._writer.data_problem(step, data)
         # A process that skipped the save alone would leave the others waiting for it.
         if not true_on_all_processes(failure is None):
@@ -178,7 +181,11 @@ class Checkpoints:
         if self._is_first:
             self._writer.finish(listing)
             self._saved(listing.step)
-            self._steps.retire(self._keep, self._kept())
+            # The step is saved, whatever happens to older ones. The next save tries to remove them, too.
+            try:
+                self._steps.retire(self._keep, self._kept())
+            except OSError as error:
+                say(f"old checkpoints cannot be removed: {describe(error, self._steps.folder)}. The next save tries again")
         self._writer.tidy()
 
     def _kept(self) -> set[int]:

@@ -185,7 +185,7 @@ def parse(content: bytes, key: Key | None = None) -> Manifest:
         return _parse(values)
     except RecursionError:
         raise BrokenError(f"{NAME} is damaged: it is nested too deeply") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BrokenError(f"{NAME} is damaged: {shown(f'{type(error).__name__}: {error}', MAX_PATH, quotes=False)}") from None
 
 

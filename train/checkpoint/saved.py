@@ -35,7 +35,7 @@ from .steps import Steps, find_steps
 
 DATA = "data"
 """The folder in a step of what processes stored about the place in their data."""
-_MAX_DATA_BYTES = 1 << 26
+MAX_DATA_BYTES = 1 << 26
 _Result = TypeVar("_Result")
 _CHANGE = "Give the run another name (run.name=...), or the model and the optimizer that it was started with"
 
@@ -144,7 +144,7 @@ def find_checkpoint(path: Path | str, key: Key | None = None, *, before: int | N
 def stored_data(saved: SavedStep) -> tuple[str, ...]:
     """Reads what each process has stored about the place in its data. Raises InputError for a file that is too large, or DiskError."""
     paths = [entry.path for entry in saved.manifest.files if entry.path.startswith(f"{DATA}/")]
-    return _everywhere(lambda: tuple(saved.content(path, _MAX_DATA_BYTES).decode(errors="replace") for path in paths), saved.folder)
+    return _everywhere(lambda: tuple(saved.content(path, MAX_DATA_BYTES).decode(errors="replace") for path in paths), saved.folder)
 
 
 def _everywhere(call: Callable[[], _Result], path: Path | str) -> _Result:

@@ -114,6 +114,11 @@ class Steps:
     def finish(self, listing: Manifest) -> None:
         """Writes the manifest of a step whose files are written, and gives the step its name."""
         saving = self.saving(listing.step)
+        if kind(self.path(listing.step)) == stat.S_IFDIR:
+            # An earlier try has failed after the rename. What it wrote is whole, and of the same state.
+            sync(self.folder)
+            remove(saving)
+            return
         # Orbax leaves some of its files to the system's cache. The manifest is on disk before the rename: after a power cut no step may be
         # listed without one.
         sync_tree(saving)

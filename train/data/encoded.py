@@ -34,7 +34,7 @@ from .stream import Stream
 from .tokenizer import Tokenizer
 from .tokens import map_bin
 
-_FORMAT = 2
+_FORMAT = 3
 """The version of this cache's files. Raise it when the same inputs give other tokens."""
 _BATCH_CHARACTERS = 1 << 20
 _MAX_PROBLEMS = 20

@@ -18,14 +18,13 @@ from typing import Any
 
 import jax
 
-from jgt.document import InputError
-
 from ..checkpoint.bucket_steps import SavedStep
 from ..checkpoint.restore import first_line
 from ..checkpoint.signature import read_key
 from ..checkpoint.steps import open_steps
 from ..command_line import EndError, say
 from ..config import Run
+from ..processes.processes import agree_on_input
 from .form import run_form
 from .model import SavedModel
 from .write import write_export
@@ -67,15 +66,17 @@ class Exports:
     def begin(self, first: int) -> None:
         """Starts to export the steps that an earlier start has saved, and not exported. first: the step at which this start begins.
 
-        Raises InputError if a new run finds the folders of another one.
+        Raises InputError, on all processes, if a new run finds the folders of another one.
         """
-        if self._config is None or jax.process_index() != 0:
+        if self._config is None:
             return
-        path = Path(self._config.path)
-        others = [entry for entry in path.iterdir() if entry.name.isdecimal()] if first == 0 and path.is_dir() else []
-        if others:
-            remedy = "Name another folder, or remove what is in it"
-            raise InputError([f"{self._run.where('checkpoint.export.path')}: checkpoint.export.path: has {others[0]} already. {remedy}"])
+        path, is_first, others = Path(self._config.path), jax.process_index() == 0, list[Path]()
+        if is_first and first == 0 and path.is_dir():
+            others = [entry for entry in path.iterdir() if entry.name.isdecimal()]
+        where = f"{self._run.where('checkpoint.export.path')}: checkpoint.export.path"
+        agree_on_input([f"{where}: has {other} already. Name another folder, or remove what is in it" for other in others[:1]], None)
+        if not is_first:
+            return
         for step in self._steps.listed():
             # Its files may have changed since.
             self._submit(step, lambda step=step: self._steps.open(step))

@@ -30,7 +30,7 @@ from jax._src.clusters import ClusterEnv
 from jax.experimental import multihost_utils
 
 from jgt import use_virtual_cpu
-from jgt.document import InputError
+from jgt.document import InputError, shown
 
 from ..command_line import Exit, say, settle_streams
 from .cluster import Cluster
@@ -167,8 +167,15 @@ def _place(address: str) -> Place:
 
 
 def _split(address: str) -> tuple[str, int]:
+    """The host and the port of an address. Raises InputError."""
     host, _, port = address.rpartition(":")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        # As the resolver of names does.
+        host.encode("idna")
+        return host, int(port)
+    except ValueError:
+        raise InputError([f"the coordinator's address {shown(address)} is not HOST:PORT, as in 10.0.0.1:8476"]) from None
 
 
 def _joined(host: str, port: int) -> str:

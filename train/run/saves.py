@@ -118,7 +118,8 @@ class Saves:
                 with contextlib.suppress(SkippedError):
                     progress.wait()
             good = self._last_good(position)
-            if good.step > self._saved and (good is not position or not isinstance(error, SkippedError)):
+            # A save of this step may be under way, and may fail.
+            if good.step >= self._saved and (good is not position or not isinstance(error, SkippedError)):
                 self.finish(good)
         except Exception as failure:
             say(f"the last state could not be saved: {first_line(failure)}")

@@ -27,7 +27,7 @@ from ..data.mapped import DataChangedError
 from ..evaluate.reference import with_reference
 from ..export.exports import Exports
 from ..hooks import Alerts, Hooks
-from ..processes.processes import barrier, clock_ahead, number_of_processes, shared_store, this_process
+from ..processes.processes import agree_on_input, clock_ahead, number_of_processes, shared_store, this_process
 from ..processes.watch import Watch
 from ..records.console import Screen
 from ..records.nvml import Gpus
@@ -86,11 +86,12 @@ def train(
         watch.begin_unlimited("opening model and data")
         setup, data = open_run(run, resume)
         tasks, evaluations, hooks = open_tasks(setup), evaluations_of(setup, data), hooks_of(run)
-        # Only the first process has a lock: it alone names and removes files that belong to all. An error here leaves the other processes
-        # in the barrier below. This one's watch reports it, and theirs end them.
-        lock = None if process else _claim_folder(run, data, resume, screen, closing)
+        # Only the first process has a lock: it alone names and removes files that belong to all.
+        lock, problems = None, list[str]()
+        with InputError.collect(problems):
+            lock = None if process else _claim_folder(run, data, resume, screen, closing)
         # The others write into the directory only now, after an earlier run was moved out of it.
-        barrier("run directory")
+        agree_on_input(problems, None)
         mirror = closing.enter_context(copied(run.config.run, process, lock if isinstance(lock, Lease) else None))
         records = _open_records(run, watch, lock, mirror, closing, entered)
         _record_start(records, begun or entered, entered)

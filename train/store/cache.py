@@ -4,7 +4,7 @@ Everything that reads data maps files, seeks in them and looks whether they have
 copied before it is read, and what reads it knows of no stores. The folder is laid out like the cache of Hugging Face:
 
     blobs/KEY              an object; the key is made of its URL and its version, so a blob never changes
-    snapshots/KEY/NAME     links to the blobs of some objects, by their names
+    snapshots/KEY/NAME     relative links to the blobs of some objects, by their names: the folder may be moved, or have several paths
     snapshots/KEY.lock     locked, shared, by each process that uses the snapshot, until it ends
 
 One process at a time copies objects, the others wait, and then find them. A blob gets its name when all of it is on the disk, so a killed
@@ -96,9 +96,11 @@ class ObjectCache:
         for left in blobs.glob("*.part"):
             left.unlink()
         for name, key in keys.items():
-            (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
-            if not (snapshot / name).is_symlink():
-                (snapshot / name).symlink_to(blobs / key)
+            link, target = snapshot / name, os.path.relpath(blobs / key, (snapshot / name).parent)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.is_symlink() or str(link.readlink()) != target:
+                link.unlink(missing_ok=True)
+                link.symlink_to(target)
         missing = [name for name, key in keys.items() if not (blobs / key).exists()]
         with ThreadPoolExecutor(_SMALL_THREADS) as pool:
             sizes = dict(zip(missing, pool.map(bucket.size, missing), strict=True))
@@ -139,12 +141,12 @@ class ObjectCache:
         # Held until the end, because a process may begin to use a snapshot at any moment.
         with contextlib.ExitStack() as stack:
             used = {blob for snapshot in self._snapshots_in_use(stack) for blob in _blobs_of(snapshot)}
-            needed = new + sum(state.st_size for blob, state in states.items() if blob in used)
+            needed = new + sum(state.st_size for blob, state in states.items() if blob.name in used)
             if needed > room:
                 why = f"has room for {_mb(room)}, but what this run and others on this machine read has {_mb(needed)}"
                 remedy = "Raise data.cache_bytes, or name a folder on a larger disk (data.cache)"
                 raise InputError([f"{bucket.url()}: the cache {self.path} {why}. {remedy}"])
-            for blob in sorted(states.keys() - used, key=lambda blob: states[blob].st_atime_ns):
+            for blob in sorted((blob for blob in states if blob.name not in used), key=lambda blob: states[blob].st_atime_ns):
                 if present + new > room:
                     blob.unlink()
                     present -= states[blob].st_size
@@ -174,8 +176,9 @@ def _in_use_from_now(lock: Path) -> Iterator[None]:
         _in_use[lock] = file
 
 
-def _blobs_of(snapshot: Path) -> Iterator[Path]:
-    return (path.readlink() for path in snapshot.rglob("*") if path.is_symlink())
+def _blobs_of(snapshot: Path) -> Iterator[str]:
+    """The names of the blobs that a snapshot has."""
+    return (path.readlink().name for path in snapshot.rglob("*") if path.is_symlink())
 
 
 def local_folder(place: str, needed: str = "config.json", *, weights: bool = True) -> Path:

@@ -1,9 +1,10 @@
 """The lease on a run in a bucket: one writer at a time, although a store has no locks and no one sees a writer die.
 
 The lease is an object that its holder replaces every third of its time, always on the condition that it still has the version that the
-holder wrote last. Another process may take it when that version has not changed for the whole time, by its own clock: no clocks of two
-machines are compared. A holder that was frozen for so long finds another version at its next try, and stops. Until then it does not know,
-so after 0.8 of the time without an answer it does not count as the holder any more, and finishes nothing.
+holder wrote last. Another process may take it when that version has not changed for the whole time, the holder's or its own if that is
+longer, by its own clock: no clocks of two machines are compared. A holder that was frozen for so long finds another version at its next
+try, and stops. Until then it does not know, so after 0.8 of the time without an answer it does not count as the holder any more, and
+finishes nothing.
 
 Whoever holds the lock on the local folder from which a lease was taken knows that its holder is gone, and takes it at once.
 """
@@ -17,7 +18,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..command_line import InUseError
@@ -26,6 +27,7 @@ from .bucket import ABSENT, Bucket, ChangedError
 _NAME = "lease.json"
 _CERTAIN = 0.8
 _POLL_SECONDS, _SOON_SECONDS = 1.0, 0.5
+_MOST_SECONDS = 1e6
 
 
 class Lease:
@@ -34,7 +36,7 @@ class Lease:
     def __init__(self, bucket: Bucket, seconds: float, spool: str):
         self._bucket, self._seconds = bucket, seconds
         self.start = secrets.token_hex(8)
-        self._values = {"start": self.start, "spool": spool, "host": socket.gethostname(), "pid": os.getpid()}
+        self._values = {"start": self.start, "spool": spool, "host": socket.gethostname(), "pid": os.getpid(), "seconds": seconds}
         self._version, self._count, self._answered = ABSENT, 0, _now()
         self._is_lost = self._closed = False
         self._news = threading.Condition()
@@ -74,7 +76,7 @@ class Lease:
                 who = f"process {holder.get('pid')} on {holder.get('host')}"
                 remedy = "Wait until it ends, or give this one another URL (run.dir=...)"
                 raise InUseError(f"another run ({who}) is using {self._bucket.url()}. {remedy}")
-            if holder.get("spool") == self._values["spool"] or _now() - since > self._seconds:
+            if holder.get("spool") == self._values["spool"] or _now() - since > max(self._seconds, _seconds_of(holder)):
                 with contextlib.suppress(ChangedError):
                     return self._write(found.version)
             time.sleep(min(_POLL_SECONDS, self._seconds / 10))
@@ -162,6 +164,12 @@ def _holder(content: bytes) -> dict[str, Any]:
         values = json.loads(content)
         return values if isinstance(values, dict) else {}
     return {}
+
+
+def _seconds_of(holder: Mapping[str, Any]) -> float:
+    """The time of another run's lease, by which that run renews it."""
+    seconds = holder.get("seconds")
+    return float(seconds) if isinstance(seconds, int | float) and 0 < seconds <= _MOST_SECONDS else 0.0
 
 
 def _now() -> float:

@@ -202,13 +202,16 @@ def fill_spool(bucket: Bucket, folder: Path, kept: Collection[str], remove: Call
             raise InputError([f"{folder}: {what}, but is to be the local folder of {bucket.url()}. Name another one (run.spool=...)"])
         if here and there.get("id") in (here.get("id"), None if strict else here.get("filled_from")):
             return
+        # Another identity than the bucket's, until this spool writes. The folder's own never changes.
+        values = {"url": bucket.url(), "folder": here.get("folder") or secrets.token_hex(8), "id": secrets.token_hex(8)}
+        # If this start dies, the next one finds a folder of this run that was filled from nothing, and fills it again.
+        _write(folder, values)
         for path in old:
             remove(path)
         if there:
-            fetch_records(bucket, folder)
-        # Another identity than the bucket's, until this spool writes. The folder's own never changes.
-        own = here.get("folder") or secrets.token_hex(8)
-        _write(folder, {"url": bucket.url(), "folder": own, "id": secrets.token_hex(8), "filled_from": there.get("id")})
+            # Not the bucket's identity, which is that of the folder that wrote last.
+            fetch_records(bucket, folder, lambda name: name not in NOT_COPIED)
+        _write(folder, {**values, "filled_from": there.get("id")})
 
 
 def adopt_spool(bucket: Bucket, folder: Path) -> None:

@@ -81,6 +81,11 @@ class Keys:
         self.problems.append(f"{self.prefix}{name} must be {wanted}, not {shown(value)}")
         return default
 
+    def unless_absent(self, name: str, absent: Any) -> Any:
+        """As `get`, but only an absent key is `absent`: families take null for something else, which None stands for."""
+        self.read.add(name)
+        return self.get(name) if name in self.values else absent
+
     def need(self, name: str, stand_in: Any = 1) -> Any:
         """The value of a key that a family requires; what stands in for it decides its kind."""
         if self.values.get(name) is None:

@@ -37,6 +37,8 @@ def described_as_family(config: ModelConfig, where: Callable[[str], str]) -> Des
     written = _written(config)
     nearest: tuple[str, dict[str, Any]] | None = None
     for name, family in FAMILIES.items():
+        if _is_refused(name, config):
+            continue
         keys = {**written, **family.writes(config)}
         for key in (_RARE - family.has) | family.lacks:
             keys.pop(key, None)
@@ -62,6 +64,14 @@ def described_as_family(config: ModelConfig, where: Callable[[str], str]) -> Des
     raise InputError(
         [f"{where(f'model.{key}')}: model.{key}: {shown(has.get(key))}: {only} {shown(other)}" for key, other in different.items()]
     )
+
+
+def _is_refused(name: str, c: ModelConfig) -> bool:
+    """Whether the class of a family in transformers refuses the keys of a model that its code would compute."""
+    if name == "phi3":
+        return c.rope_scaling is not None and c.rope_scaling.kind != "longrope"
+    is_uneven = name in ("llama", *_ALWAYS_WINDOWED) and c.embed % c.heads != 0
+    return is_uneven or (name in _ALWAYS_WINDOWED and not isinstance(_scalar(c), int))
 
 
 def differences(config: ModelConfig, described: Described) -> dict[str, Any]:
@@ -110,7 +120,7 @@ def _width(config: ModelConfig) -> int:
 def _written(c: ModelConfig) -> dict[str, Any]:
     """The keys of a model's options that several families have. A value of None is written as null."""
     activation, has_window = _ACTIVATIONS[c.activation], c.window is not None
-    scale, scaling = c.attention_scale or c.head_size**-0.5, c.rope_scaling
+    scaling = c.rope_scaling
     eps = ("layer_norm_eps", "layer_norm_epsilon") if c.norm.startswith("layer") else ("rms_norm_eps",)
     values: dict[str, Any] = {
         "num_hidden_layers": c.layers,
@@ -134,7 +144,7 @@ def _written(c: ModelConfig) -> dict[str, Any]:
         "layer_types": [_TYPES[not has_window or n in c.full_layers] for n in range(c.layers)],
         "attn_logit_softcapping": c.attention_softcap,
         "final_logit_softcapping": c.logits_softcap,
-        "query_pre_attn_scalar": _whole(scale**-2),
+        "query_pre_attn_scalar": _scalar(c),
     }
     if c.experts is not None:
         values |= dict.fromkeys(("num_local_experts", "num_experts"), c.experts.count) | {"num_experts_per_tok": c.experts.choose}
@@ -156,6 +166,7 @@ def _scaling(scaling: RopeScaling) -> dict[str, Any]:
     return {"rope_type": scaling.kind, **values}
 
 
-def _whole(value: float) -> float:
-    """A number that is whole but for rounding, as a whole number."""
+def _scalar(c: ModelConfig) -> float:
+    """The number whose root divides the scores, as a whole number if it is one but for rounding."""
+    value = (c.attention_scale or c.head_size**-0.5) ** -2
     return round(value) if math.isclose(value, round(value), rel_tol=1e-12) else value

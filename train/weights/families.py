@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .family import QKV, Family, attention_biases, experts, shared, windowed, words
+from .family import QKV, Family, attention_biases, experts, shared, windowed, windowed_everywhere, words
 from .layer_norms import LAYER_NORMS
 
 _FUSED_MLP = dict.fromkeys(("mlp/gate_proj", "mlp/up_proj"), "mlp.gate_up_proj")
@@ -30,14 +30,19 @@ def _llama(k: Any) -> dict[str, Any]:
     return {**shared(k), "biases": attention_biases(k) + (["mlp"] if k.get("mlp_bias", False) else [])}
 
 
-def _mistral(k: Any) -> dict[str, Any]:
-    return {**shared(k), **windowed(k, k.get("sliding_window"))}
+def _mistral(k: Any, *, size: int | None = None, **defaults: Any) -> dict[str, Any]:
+    """size: of the window, where the file does not say it. defaults: as those of `shared`."""
+    return {**shared(k, **defaults), **windowed_everywhere(k, k.unless_absent("sliding_window", size))}
+
+
+def _qwen_window(k: Any) -> int | None:
+    # Published files have a window that is not used.
+    size = k.get("sliding_window", 4096)
+    return size if k.get("use_sliding_window", False) else None
 
 
 def _qwen(k: Any) -> dict[str, Any]:
-    # Published files have a window that is not used.
-    first, size = k.get("max_window_layers", 0), k.get("sliding_window")
-    size = size if k.get("use_sliding_window", False) else None
+    first, size = k.get("max_window_layers", 28), _qwen_window(k)
     return {**shared(k), **windowed(k, size, lambda n: size is None or n < first)}
 
 
@@ -47,38 +52,49 @@ def _qwen3(k: Any) -> dict[str, Any]:
 
 def _qwen3_moe(k: Any) -> dict[str, Any]:
     k.require("norm_topk_prob", True, default=False)
+    k.ignore("max_window_layers")
     count = "num_local_experts" if "num_local_experts" in k.values else "num_experts"
-    return {**_qwen3(k), **experts(k, count, ffn=k.need("moe_intermediate_size"))}
+    made = {**shared(k), **windowed_everywhere(k, _qwen_window(k)), "biases": attention_biases(k), "qk_norm": "head"}
+    return {**made, **experts(k, count, ffn=k.need("moe_intermediate_size"))}
 
 
-def _gemma(k: Any) -> dict[str, Any]:
-    # Old files say gelu and mean its approximation, as `hidden_activation` of later ones says.
-    k.ignore("hidden_activation")
-    made = shared(k, tied=True, activation="gelu_pytorch_tanh", head_dim=256)
-    return {**made, "activation": "gelu_tanh", "norm": "rms_plus_one", "embed_scale": float(k.need("hidden_size")) ** 0.5}
+def _gemma(k: Any, act_key: str = "hidden_act") -> dict[str, Any]:
+    k.ignore("hidden_act", "hidden_activation")
+    made = shared(k, tied=True, activation="gelu_pytorch_tanh", head_dim=256, act_key=act_key)
+    # Old files of the first version say gelu, and mean its approximation.
+    activation = "gelu_tanh" if k.get("hidden_act", "") == "gelu" and act_key == "hidden_act" else made["activation"]
+    return {**made, "activation": activation, "norm": "rms_plus_one", "embed_scale": float(k.need("hidden_size")) ** 0.5}
 
 
-def _gemma2(k: Any) -> dict[str, Any]:
+def _gemma2(k: Any, attention_softcap: float | None = 50.0, logits_softcap: float | None = 30.0) -> dict[str, Any]:
+    """The soft caps are those of a file that does not say them."""
     return {
-        **_gemma(k),
+        **_gemma(k, "hidden_activation"),
         **windowed(k, k.get("sliding_window", 4096), lambda n: n % 2 == 1),
         "norm_place": "both",
         "attention_scale": k.get("query_pre_attn_scalar", 256) ** -0.5,
-        "attention_softcap": k.get("attn_logit_softcapping"),
-        "logits_softcap": k.get("final_logit_softcapping"),
+        "attention_softcap": k.unless_absent("attn_logit_softcapping", attention_softcap),
+        "logits_softcap": k.unless_absent("final_logit_softcapping", logits_softcap),
     }
 
 
 def _gemma3(k: Any) -> dict[str, Any]:
     period = k.get("sliding_window_pattern", k.get("_sliding_window_pattern", 6))
-    made = {**_gemma2(k), **windowed(k, k.get("sliding_window", 4096), lambda n: (n + 1) % period == 0), "qk_norm": "head"}
+    made = {**_gemma2(k, None, None), **windowed(k, k.get("sliding_window", 4096), lambda n: (n + 1) % period == 0), "qk_norm": "head"}
     if "rope_parameters" not in k.values:
         made |= {"rope_theta": k.get("rope_theta", 1_000_000.0), "window_theta": k.get("rope_local_base_freq", 10_000.0)}
     return made if "window" in made else {**made, "window_theta": None}
 
 
-def _olmo2(k: Any) -> dict[str, Any]:
-    return {**shared(k), "norm_place": "after", "qk_norm": "all"}
+def _olmo2(k: Any, theta: float = 10_000.0) -> dict[str, Any]:
+    return {**shared(k, eps=1e-5, theta=theta), "norm_place": "after", "qk_norm": "all"}
+
+
+def _olmo3(k: Any) -> dict[str, Any]:
+    made = {**_olmo2(k, 500_000.0), **windowed(k, k.unless_absent("sliding_window", 4096), lambda n: (n + 1) % 4 == 0)}
+    # Its layers with a window are not scaled.
+    is_scaled = made["rope_scaling"] is not None and "window" in made
+    return {**made, "window_theta": made.get("window_theta") or made["rope_theta"]} if is_scaled else made
 
 
 def _smollm3(k: Any) -> dict[str, Any]:
@@ -86,16 +102,21 @@ def _smollm3(k: Any) -> dict[str, Any]:
     interval = k.get("no_rope_layer_interval", 4)
     # 1 for a layer with positions, 0 for one without.
     rotates = k.by_layer("no_rope_layers", lambda n: int((n + 1) % interval != 0))
-    return {**_llama(k), "unrotated_layers": [n for n, one in enumerate(rotates) if not one]}
+    made = {**shared(k, tied=True, theta=2_000_000.0), "biases": attention_biases(k) + (["mlp"] if k.get("mlp_bias", False) else [])}
+    return {**made, "unrotated_layers": [n for n, one in enumerate(rotates) if not one]}
 
 
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(architecture="LlamaForCausalLM", options=_llama),
-    "mistral": Family(architecture="MistralForCausalLM", options=_mistral),
-    "ministral": Family(architecture="MinistralForCausalLM", options=_mistral, has=words("layer_types")),
+    "mistral": Family(architecture="MistralForCausalLM", options=lambda k: _mistral(k, size=4096)),
+    "ministral": Family(
+        architecture="MinistralForCausalLM",
+        options=lambda k: {**shared(k), **windowed(k, k.unless_absent("sliding_window", 4096))},
+        has=words("layer_types"),
+    ),
     "mixtral": Family(
         architecture="MixtralForCausalLM",
-        options=lambda k: {**_mistral(k), **experts(k, "num_local_experts")},
+        options=lambda k: {**_mistral(k, eps=1e-5, theta=1e6), **experts(k, "num_local_experts")},
         has=words("num_local_experts"),
         names=_expert_names("block_sparse_moe", "w1", "w3", "w2"),
     ),
@@ -122,17 +143,16 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "phi3": Family(
         architecture="Phi3ForCausalLM",
-        options=_mistral,
+        options=lambda k: _mistral(k, eps=1e-5),
         has=words("partial_rotary_factor original_max_position_embeddings"),
         names={**dict.fromkeys(QKV, "self_attn.qkv_proj"), **_FUSED_MLP},
     ),
     "olmo2": Family(architecture="Olmo2ForCausalLM", options=_olmo2, only={"attention_bias": False}, names=_TWO_NORMS),
     "olmo3": Family(
         architecture="Olmo3ForCausalLM",
-        options=lambda k: {**_olmo2(k), **windowed(k, k.get("sliding_window"), lambda n: (n + 1) % 4 == 0)},
+        options=_olmo3,
         only={"attention_bias": False},
         has=words("layer_types"),
-        # Its layers with a window are not scaled.
         lacks=words("rope_scaling"),
         names=_TWO_NORMS,
     ),
@@ -146,7 +166,7 @@ FAMILIES: Mapping[str, Family] = {
     "glm4": Family(
         architecture="Glm4ForCausalLM",
         options=lambda k: {
-            **shared(k, share=0.5, head_dim=128),
+            **shared(k, share=0.5, head_dim=128, eps=1.5625e-7),
             "biases": ["qkv"] if k.get("attention_bias", False) else [],
             "rope_pairs": "neighbours",
             "norm_place": "both",

@@ -21,7 +21,6 @@ HIDDEN_ACTS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
-_THETA = 10_000.0
 LLAMA = {
     "embed": "model.embed_tokens",
     "norm": "model.norm",
@@ -79,13 +78,24 @@ class Family:
 
 
 def shared(
-    k: Any, *, tied: bool = False, activation: str = "silu", eps: float = 1e-6, share: float | None = None, head_dim: int | None = None
+    k: Any,
+    *,
+    tied: bool = False,
+    activation: str = "silu",
+    eps: float = 1e-6,
+    theta: float = 10_000.0,
+    share: float | None = None,
+    head_dim: int | None = None,
+    act_key: str = "hidden_act",
 ) -> dict[str, Any]:
-    """The options that nearly all families write alike. The arguments are the defaults of the family's keys."""
+    """The options that nearly all families write alike. The arguments are the defaults of the family's keys, as its class has them.
+
+    act_key: the key of the activation.
+    """
     heads = k.need("num_attention_heads")
-    name = k.get("hidden_act", activation)
+    name = k.get(act_key, activation)
     if name not in HIDDEN_ACTS:
-        k.problems.append(f"hidden_act: {name!r} is not supported. Supported: {', '.join(HIDDEN_ACTS)}")
+        k.problems.append(f"{act_key}: {name!r} is not supported. Supported: {', '.join(HIDDEN_ACTS)}")
     return {
         "layers": k.need("num_hidden_layers"),
         "embed": k.need("hidden_size"),
@@ -98,16 +108,16 @@ def shared(
         "norm_eps": k.get("rms_norm_eps", k.get("layer_norm_eps", k.get("layer_norm_epsilon", eps))),
         "tied": k.get("tie_word_embeddings", tied),
         "activation": HIDDEN_ACTS.get(name, "silu"),
-        **_rope(k, share),
+        **_rope(k, share, theta),
     }
 
 
-def _rope(k: Any, share: float | None) -> dict[str, Any]:
+def _rope(k: Any, share: float | None, theta: float) -> dict[str, Any]:
     """Rotary positions, as published files write them (rope_theta, rope_scaling) or as transformers 5 does (rope_parameters)."""
     either = k.group("rope_parameters")
     if any(isinstance(either.values.get(kind), Mapping) for kind in ("full_attention", "sliding_attention")):
         full, window = either.group("full_attention"), either.group("sliding_attention")
-        own, local = full.get("rope_theta", _THETA), window.get("rope_theta", _THETA)
+        own, local = full.get("rope_theta", theta), window.get("rope_theta", theta)
         made = {"rope_theta": own, "rope_share": full.get("partial_rotary_factor", share), **_scaling(k, full)}
         window.require("rope_type", "default")
         window.refuse_others()
@@ -118,7 +128,7 @@ def _rope(k: Any, share: float | None) -> dict[str, Any]:
         k.problems.append("rope_parameters and rope_scaling say the same. Keep one of them")
     source = either if either.values else old
     made = {
-        "rope_theta": k.get("rope_theta", source.get("rope_theta", _THETA)),
+        "rope_theta": k.get("rope_theta", source.get("rope_theta", theta)),
         "rope_share": k.get("partial_rotary_factor", source.get("partial_rotary_factor", share)),
     }
     return {**made, **_scaling(k, source)}
@@ -157,6 +167,12 @@ def windowed(k: Any, size: int | None, is_full: Callable[[int], bool] = lambda n
         k.problems.append(f"layer_types: {shown(unknown[0])} is not supported. Supported: full_attention, sliding_attention")
     full = [n for n, kind in enumerate(types) if kind == "full_attention"]
     return {} if size is None or len(full) == len(types) else {"window": size, "full_layers": full}
+
+
+def windowed_everywhere(k: Any, size: int | None) -> dict[str, Any]:
+    """A window in all layers: the classes of these families do not read `layer_types`, which some files have."""
+    k.ignore("layer_types")
+    return {} if size is None else {"window": size, "full_layers": []}
 
 
 def attention_biases(k: Any) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .family import HIDDEN_ACTS, QKV, Family, attention_biases, shared, windowed, words
+from .family import HIDDEN_ACTS, QKV, Family, attention_biases, shared, windowed_everywhere, words
 
 
 def _neox(k: Any) -> dict[str, Any]:
@@ -35,7 +35,8 @@ def _gpt2(k: Any) -> dict[str, Any]:
 
 def _starcoder2(k: Any) -> dict[str, Any]:
     k.ignore("residual_dropout")
-    made = {**shared(k, tied=True, activation="gelu_pytorch_tanh"), **windowed(k, k.get("sliding_window")), "norm": "layer", "gated": False}
+    made = {**shared(k, tied=True, activation="gelu_pytorch_tanh"), "norm": "layer", "gated": False}
+    made |= windowed_everywhere(k, k.get("sliding_window"))
     return {**made, "norm_eps": k.get("norm_epsilon", 1e-5), "biases": ["qkv", "out", "mlp"] if k.get("use_bias", True) else []}
 
 
@@ -82,7 +83,7 @@ LAYER_NORMS: Mapping[str, Family] = {
     "cohere": Family(
         architecture="CohereForCausalLM",
         options=lambda k: {
-            **shared(k, tied=True, eps=1e-5),
+            **shared(k, tied=True, eps=1e-5, theta=500_000.0),
             "norm": "layer_unbiased",
             "biases": attention_biases(k),
             "parallel": "one_norm",

@@ -1,6 +1,7 @@
 """Checkpoints of a small state are restored bit for bit on any layout, and the newest ones are kept."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from checkpoints import newest_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgt.document import InputError
-from train.checkpoint import manifest
+from train.checkpoint import manifest, steps
 from train.checkpoint.checkpoint import Checkpoints, SaveError
 from train.checkpoint.manifest import BrokenError
 from train.checkpoint.restore import restore, restore_params
@@ -116,6 +117,26 @@ def damaged_ways():
         path.symlink_to(content)
 
     return [lambda path: path.unlink(), cut, zero, flip, link]
+
+
+def test_a_save_that_failed_after_its_step_had_a_name_is_repeated(checkpoints, tmp_path, monkeypatch):
+    plain, state = steps.sync, state_on(PartitionSpec())
+
+    def fail_once(path):
+        if path == tmp_path:
+            monkeypatch.setattr(steps, "sync", plain)
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        plain(path)
+
+    monkeypatch.setattr(steps, "sync", fail_once)
+    checkpoints.save(state, 1, samples=16)
+    with pytest.raises(SaveError, match="Input/output error"):
+        checkpoints.wait()
+    checkpoints.save(state, 1, samples=16)
+    checkpoints.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    restored = restore(newest_of(checkpoints)[0], *shapes_of(state))
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
 
 
 def test_no_bit_of_a_manifest_may_flip(checkpoints, tmp_path):

@@ -132,6 +132,13 @@ def test_what_a_sound_template_may_do(encoder):
     assert encoded(kept, {"messages": MESSAGES}) == encoded(encoder(chatml()), {"messages": MESSAGES})
 
 
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+@pytest.mark.parametrize("written", ["reasoning_content", "thinking", "reasoning"])
+def test_a_thought_has_all_names_that_templates_read(read, written, encoder):
+    made = encoder("{% for m in messages %}{{ m." + read + " }}|{{ m.content }}{% endfor %}", is_whole=True)
+    assert made.template.render([{"role": "assistant", "content": "2", written: "1 + 1"}], add_generation_prompt=False) == "1 + 1|2"
+
+
 def test_on_everything_every_token_is_trained_but_the_first(encoder):
     whole = encoder(chatml("{{ m.content }}"), is_whole=True).encode(Conversation(messages=MESSAGES[:1]))
     assert (whole[1:] & TRAINED).all() and whole[0] & BEGIN and not (whole[1:] & BEGIN).any()

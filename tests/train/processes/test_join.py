@@ -13,7 +13,9 @@ from runs import free_port
 
 from jgt.document import InputError
 from train.processes import join
+from train.processes.cluster import Cluster
 from train.processes.join import JoinError, Membership, Place, Wait, names
+from train.processes.processes import start_jax
 
 SECONDS = 20
 FACTS = {"run.name": "tiny", "code": "jgt 1 with jax 2", "config": "c0ffee", "--processes": 3}
@@ -349,3 +351,12 @@ def test_a_line_every_ten_seconds_and_an_end(monkeypatch):
 )
 def test_missing_processes_are_named(processes, expected):
     assert names(list(processes)) == expected
+
+
+@pytest.mark.parametrize("address", ["a..b:8476", "10.0.0.1", "host:port"])
+def test_what_is_no_address_is_wrong_input(address, monkeypatch):
+    with pytest.raises(InputError, match=r"is not HOST:PORT, as in 10\.0\.0\.1:8476"):
+        start_jax(Cluster(coordinator=address, num_processes=2, process=0), None)
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", address)
+    with pytest.raises(InputError, match="is not HOST:PORT"):
+        start_jax(Cluster(coordinator="localhost:8476", num_processes=2, process=0), None)

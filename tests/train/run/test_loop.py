@@ -1,5 +1,6 @@
 """Whole runs on one device: they write the right files, and stopping and resuming changes nothing."""
 
+import errno
 import itertools
 import json
 import os
@@ -105,6 +106,17 @@ def test_a_run_whose_last_save_fails_has_failed(tiny, monkeypatch, capsys):
     assert "It is the last one, and is tried again in 1 s" in err or "This was the last try" in err
     assert "the run failed; the newest checkpoint is from step 2" in err
     assert "Checkpoint of step 4" not in out
+
+
+def test_a_step_is_saved_though_older_ones_cannot_be_removed(tiny, monkeypatch, capsys):
+    def refuse(steps, keep, held):
+        raise PermissionError(errno.EACCES, "Permission denied", "old")
+
+    monkeypatch.setattr(Steps, "retire", refuse)
+    run = tiny("train.steps=4", "checkpoint.every=2", "checkpoint.keep=1")
+    assert train(run) == Exit.DONE
+    assert "old checkpoints cannot be removed: old: Permission denied. The next save tries again" in capsys.readouterr().err
+    assert sorted(path.name for path in (run.config.run.path / "checkpoints").iterdir()) == ["2", "4"]
 
 
 # -- what a run writes -------------------------------------------------------------------------------------------

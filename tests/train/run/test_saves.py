@@ -12,6 +12,7 @@ import pytest
 
 from train.checkpoint.checkpoint import Checkpoints, SaveError
 from train.checkpoint.saved import find_checkpoint
+from train.checkpoint.steps import Steps
 from train.records.progress import SkippedError
 from train.run.loop import Loop
 from train.run.opened import open_run
@@ -87,6 +88,20 @@ def test_the_last_good_state_is_saved_and_the_run_resumes_bit_for_bit(tiny, tmp_
     train(run)
     train(unbroken)
     jax.tree.map(np.testing.assert_array_equal, state_of(run), state_of(unbroken))
+
+
+def test_a_save_that_fails_while_an_error_ends_the_run_is_repeated(tiny, tmp_path, broken, monkeypatch, capsys):
+    plain = Steps.finish
+
+    def fail_once(steps, listing):
+        monkeypatch.setattr(Steps, "finish", plain)
+        raise OSError("no such device")
+
+    monkeypatch.setattr(Steps, "finish", fail_once)
+    with broken("data"), pytest.raises(BrokenError):
+        train(tiny("train.steps=9", f"checkpoint.every={BAD - 1}", *ONE))
+    assert "a checkpoint could not be saved: no such device" in capsys.readouterr().err
+    assert saved_steps(tmp_path / "run") == [BAD - 1]
 
 
 def test_a_run_that_has_skipped_too_many_updates_keeps_the_checkpoint_before(tiny, tmp_path, broken):

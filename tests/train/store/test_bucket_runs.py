@@ -1,6 +1,7 @@
 """Whole runs in a bucket: resumed here and elsewhere, refused while another one has it, read by commands."""
 
 import contextlib
+import errno
 import json
 import random
 import shutil
@@ -28,9 +29,10 @@ from train.report.__main__ import compare, main, plot, trace
 from train.run.identity import Resume, check_places, read_resume
 from train.run.train import train
 from train.setup import prepare
+from train.store import mirror as mirrors
 from train.store.bucket import Bucket, StoreError
 from train.store.lease import Lease
-from train.store.mirror import Mirror, fetch_records
+from train.store.mirror import Mirror, fetch_records, spool_of
 from train.top.__main__ import _in_bucket
 from train.top.__main__ import main as top
 
@@ -106,6 +108,26 @@ def test_a_local_folder_of_another_run_is_not_touched(start, tmp_path):
     with pytest.raises(InputError, match=r"here: has files of another run, .* Name another one \(run\.spool="):
         start("here", 2)
     assert (tmp_path / "here" / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_a_start_that_dies_while_it_fills_its_folder_is_repeated(start, url, tmp_path, monkeypatch):
+    start("here", 2)
+    plain = mirrors._fetch
+
+    def fetch(records, name, *more):
+        if name == "metrics.jsonl":
+            raise StoreError(errno.EIO, "no answer", name)
+        plain(records, name, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mirrors, "_fetch", fetch)
+        with pytest.raises(DiskError, match="no answer"):
+            start("there", 4)
+    # It has not become the folder that wrote last, whose lease it could take.
+    assert not (tmp_path / "there" / "metrics.jsonl").exists() and spool_of(tmp_path / "there") != spool_of(tmp_path / "here")
+    start("there", 4)
+    assert (tmp_path / "there" / "metrics.jsonl").read_bytes().startswith((tmp_path / "here" / "metrics.jsonl").read_bytes())
+    assert Bucket(url).read("records/metrics.jsonl").content == (tmp_path / "there" / "metrics.jsonl").read_bytes()
 
 
 def test_a_run_that_another_one_uses_is_refused(start, url):

@@ -134,6 +134,18 @@ def test_names_that_no_files_have_are_refused(bucket, cache, names):
         cache.fetch(bucket, names)
 
 
+def test_a_cache_may_be_moved_and_have_several_paths(bucket, cache, end, tmp_path):
+    cache.fetch(bucket, ["a.bin"])
+    end()
+    cache.path.rename(tmp_path / "moved")
+    copy = ObjectCache(folder=f"{tmp_path}/moved").fetch(bucket, ["a.bin"])
+    assert are_equal(copy, bucket, ["a.bin"])
+    (tmp_path / "link").symlink_to(tmp_path / "moved")
+    with pytest.raises(InputError, match="has room for"):
+        ObjectCache(folder=f"{tmp_path}/link", most_bytes=2500).fetch(bucket, ["b/c.bin"])
+    assert are_equal(copy, bucket, ["a.bin"])
+
+
 def test_two_processes_copy_an_object_once(bucket, cache):
     children = [process(bucket, cache, "a.bin", "b/c.bin") for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:

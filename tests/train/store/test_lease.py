@@ -44,6 +44,13 @@ def test_a_lease_that_is_not_renewed_is_taken_when_its_time_is_over(bucket, cloc
     assert not first.is_certain()
 
 
+def test_the_longer_time_of_two_starts_counts(bucket, clock):
+    first = Lease(bucket, 300.0, "a")
+    first.take()
+    taken(bucket, "b")
+    assert 300 < clock[0] < 305 and not first.is_certain()
+
+
 def test_a_lease_that_is_renewed_is_not_taken(bucket, clock, monkeypatch):
     first = taken(bucket)
 

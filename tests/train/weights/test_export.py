@@ -131,6 +131,8 @@ def test_each_family_is_found_by_its_options():
         ({"embed_scale": 3.0}, "granite"),
         ({"rope_share": 0.5}, "phi3"),
         ({"kind": "gpt", "tied": False}, "gpt2"),
+        # The classes of Llama and of Gemma 2 refuse such a width, and that of Gemma 2 such a scale.
+        ({"embed": 36, "heads": 8, "head_dim": 8}, "mistral"),
     ],
     ids=str,
 )
@@ -154,6 +156,8 @@ def test_a_model_that_began_from_nothing_has_a_family(changes, family):
         ({"experts": {"count": 4, "balance": "bias"}}, r"model.experts.balance: 'bias': .*mixtral would have 'batch'"),
         ({"rope_share": 0.5, "biases": ["qkv"]}, r"model.rope_share: 0.5: no family of published models .* qwen2 would have 1.0"),
         ({"gated": False}, r"model.gated: false: no family"),
+        # The class of Phi-3 knows no such scaling.
+        ({"rope_share": 0.5, "rope_scaling": {"kind": "linear", "factor": 2.0}}, r"model.rope_share: 0.5: no family"),
     ],
     ids=str,
 )

@@ -160,6 +160,15 @@ def test_transformers_loads_what_a_killed_run_exports(killed, tmp_path):
     assert np.abs(ours - theirs).max() < 5e-5 * theirs.std()
 
 
+def test_all_processes_learn_that_the_folder_of_exports_is_another_runs(nursery, tmp_path):
+    job = Job(nursery, tmp_path / "job", 2)
+    (job.folder / "exports" / "7").mkdir(parents=True)
+    with job.start() as processes:
+        assert processes.wait_all() == [2, 2], processes.output(0)
+        assert "checkpoint.export.path: has" in processes.output(0)
+        assert "stopped because of the problems that process 0 reports" in processes.output(1)
+
+
 def test_a_run_that_is_stopped_ends_its_export_and_the_next_start_writes_it(nursery, tmp_path):
     job = Job(nursery, tmp_path / "job", 1)
     with job.exporting(10, 0.5) as processes:

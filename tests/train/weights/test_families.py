@@ -16,7 +16,7 @@ import jgt
 from train.config import load
 from train.models.decoder import build
 from train.models.options import Options
-from train.weights.described import published
+from train.weights.described import described_by, published
 from train.weights.families import FAMILIES
 from train.weights.safetensors import open_folder
 
@@ -141,6 +141,53 @@ def test_a_config_that_is_not_understood_is_refused(changes, problem, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(jgt.InputError, match=re.escape(problem)):
         load({"model": {"hf": str(tmp_path)}})
+
+
+LEAST = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 64}
+SOME_WINDOWS = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "options"),
+    [
+        # What transformers' classes take for an absent key is not what they take for null.
+        ("mistral", {}, {"window": 4096, "full_layers": []}),
+        ("mistral", {"sliding_window": None}, {"window": None}),
+        ("mixtral", {}, {"rope_theta": 1e6, "norm_eps": 1e-5, "window": None}),
+        ("phi3", {}, {"norm_eps": 1e-5, "window": None}),
+        ("olmo2", {}, {"norm_eps": 1e-5, "rope_theta": 1e4}),
+        ("olmo3", {}, {"norm_eps": 1e-5, "rope_theta": 5e5, "window": 4096, "full_layers": [3]}),
+        ("cohere", {}, {"rope_theta": 5e5, "tied": True}),
+        ("smollm3", {}, {"rope_theta": 2e6, "tied": True}),
+        ("glm4", {}, {"norm_eps": 1.5625e-7}),
+        ("gemma2", {}, {"attention_softcap": 50.0, "logits_softcap": 30.0}),
+        ("gemma2", {"attn_logit_softcapping": None}, {"attention_softcap": None, "logits_softcap": 30.0}),
+        ("gemma3_text", {}, {"attention_softcap": None, "logits_softcap": None}),
+        ("qwen2", {"use_sliding_window": True}, {"window": None}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, {"window": 4096, "full_layers": [0, 1]}),
+        # The activation is that of the key that the class reads.
+        ("gemma", {"hidden_act": "gelu"}, {"activation": "gelu_tanh"}),
+        ("gemma", {"hidden_act": "silu", "hidden_activation": "gelu"}, {"activation": "silu"}),
+        ("gemma2", {"hidden_act": "silu", "hidden_activation": "gelu"}, {"activation": "gelu"}),
+        ("gemma3_text", {"hidden_act": "silu"}, {"activation": "gelu_tanh"}),
+        # These classes have a window in each layer, whatever their files say.
+        ("mistral", SOME_WINDOWS, {"window": 8, "full_layers": []}),
+        ("phi3", SOME_WINDOWS, {"window": 8, "full_layers": []}),
+        ("mixtral", SOME_WINDOWS, {"window": 8, "full_layers": []}),
+        ("starcoder2", SOME_WINDOWS, {"window": 8, "full_layers": []}),
+        ("ministral", SOME_WINDOWS, {"window": 8, "full_layers": [0, 2]}),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, {"window": 8, "full_layers": []}),
+        # Only layers without a window are scaled.
+        ("olmo3", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, {"window_theta": 5e5, "rope_theta": 5e5}),
+    ],
+    ids=str,
+)
+def test_keys_mean_what_they_mean_to_the_class_of_the_family(family, changes, options):
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "mixtral" else {}
+    if family == "qwen3_moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    found = described_by({"model_type": family, **LEAST, **experts, **changes}, Path("config.json")).keys
+    assert {name: found.get(name) for name in options} == options
 
 
 def test_a_run_has_what_its_file_and_config_json_say():

@@ -32,6 +32,7 @@ Spans = list[tuple[int, int]]
 _MAX_BYTES, _MAX_TEXT = 1 << 25, 1 << 26
 _MARK = re.compile(r"(\{%[-+]?\s*)(end)?generation(?=\s*[-+]?%\})")
 _CALL = "generation_block"
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # Unicode has no characters there, and never will.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARKED = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
@@ -119,7 +120,7 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool, mark: Any) -> str:
         # As in transformers, a key without a value is a key that is not there.
-        chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        chat = [_with_thought({key: value for key, value in message.items() if value is not None}) for message in messages]
         given = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, _CALL: mark}
         day = datetime.now() if self.date is None else self.date
         pieces, size = list[str](), 0
@@ -135,6 +136,12 @@ class ChatTemplate:
                 [f"{self.file}: the chat template cannot write these messages: {error}. Change them, or the template"]
             ) from None
         return "".join(pieces)
+
+
+def _with_thought(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose thought has all names that templates read, as in transformers."""
+    thought = next((message[name] for name in _THOUGHTS if name in message), None)
+    return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
 
 def _environment() -> Any:
