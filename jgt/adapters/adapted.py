@@ -252,7 +252,8 @@ class Adapted:
     def _dropped(self, x: jax.Array) -> jax.Array:
         if self.key is None or not self.dropout:
             return x
-        key = cast(jax.Array, jax.random.wrap_key_data(self.key.array))
+        # A matmul of a whole stack has a key for each of its matrices, and one mask.
+        key = cast(jax.Array, jax.random.wrap_key_data(self.key.array)).reshape(-1)[0]
         kept = jax.random.bernoulli(key, 1 - self.dropout, x.shape)
         return jnp.where(kept, x / (1 - self.dropout), 0).astype(x.dtype)
 

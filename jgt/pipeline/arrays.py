@@ -31,9 +31,9 @@ _Args = TypeVarTuple("_Args")
 
 
 def has_gradient(x: jax.Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether JAX differentiates by this value, which is to say whether it is a float."""
+    """Whether JAX differentiates by this value, which is to say whether it is a float or a complex number."""
     # JAX's function, because to numpy's own bf16 and the eight-bit types are not floats.
-    return jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def raw(x: jax.Array) -> jax.Array:

@@ -138,9 +138,10 @@ class Pipelined(Executor):
             return self._after(which.merge(floats, others), params, inputs)[0]
 
         floats, others = which.select(totals), which.others(totals)
-        # Linear in the totals means that the derivative by them does not depend on them: the traced gradient shows it.
+        # Linear in the totals means that the derivative by them does not depend on them: the traced gradient shows it. Nor may it depend on
+        # totals that are whole numbers, such as a count that divides the loss.
         gradient = cast("Callable[[Arrays, Arrays], Arrays]", jax.grad(loss))
-        if result_depends_on(gradient, floats, others):
+        if result_depends_on(lambda totals, _: gradient(*totals), (floats, others), ()):
             where = nonlinear_source(self.split.after, self.split.after_totals)
             problem = (
                 f"{where}{': ' if where else ''}the loss is not linear in what it sums up over the batch, "

@@ -117,7 +117,9 @@ class _Derivatives:
     def _lookup(self, equation: Equation, table: Dims) -> list[Equation]:
         """The lookup of rows [b, ..., d] in a table, whose gradient is added up group by group."""
         split = {axis for axes in table for axis in axes}.intersection(self.batch)
-        rows, is_first = jx.shape_of(equation.invars[1])[0], 0 not in equation.params["dimension_numbers"].offset_dims
+        rows, numbers = jx.shape_of(equation.invars[1])[0], equation.params["dimension_numbers"]
+        # A vmap of lookups has a table for each row, or one row for all.
+        is_first = not {0} & {*numbers.offset_dims, *numbers.start_indices_batching_dims} and len(jx.shape_of(equation.invars[1])) > 1
         # One sum is as good where all axes of the batch split the table, or none does.
         is_apart = 0 < len(split) < len(self.batch) and is_first and rows % math.prod(self.batch.values()) == 0
         groups = tuple(self.batch.values()) if is_apart else ()

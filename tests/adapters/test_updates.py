@@ -237,6 +237,21 @@ def test_dropout_is_of_what_the_update_reads():
     np.testing.assert_allclose(y, x @ params["w"] + SCALE * (jnp.where(kept, x / 0.5, 0) @ a) @ b, rtol=1e-5, atol=1e-5)
 
 
+def test_dropout_of_a_stack_that_one_matmul_reads():
+    def stacked(params, x):
+        return jnp.einsum("bnd,ndf->bnf", x, params["w"])
+
+    params, x = {"w": jnp.ones((2, 8, 6))}, jnp.ones((3, 2, 8))
+    (matrix,) = Matrix.all_of(stacked, *jax.eval_shape(lambda: (params, x)))
+    a, b = (jnp.ones(shape) for shape in matrix.factor_shapes(2))
+    keys = jax.random.key_data(jax.random.split(jax.random.key(3), 2))
+    y = Matrix.with_updates(stacked, {"w": matrix.update(a, b, scale=SCALE, dropout=0.5, key=keys)})(params, x)
+    # An output is 8 without the update, and with it 2 · SCALE more for each of the 8 inputs that is kept, which count twice.
+    kept = (y - 8) / (4 * SCALE)
+    np.testing.assert_allclose(kept, np.round(kept), atol=1e-4)
+    assert 0 < kept.mean() < 8 and kept.std() > 0
+
+
 def test_a_module_of_flax():
     module = nnx.MultiHeadAttention(num_heads=N, in_features=D, qkv_features=N * H, decode=False, rngs=nnx.Rngs(0))
     graph, state = nnx.split(module)

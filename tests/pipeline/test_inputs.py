@@ -287,3 +287,22 @@ def test_an_axis_that_splits_the_sequence_and_the_table(lookup):
     got, want = (jax.jit(jax.value_and_grad(fn))(params, batch) for fn in (pipelined, loss))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
+def test_complex_numbers():
+    keys = jax.random.split(jax.random.key(0), 5)
+    weights = [jax.random.normal(key, (4, 16, 16)) / 4 for key in keys[:2]]
+    params = {"first": jnp.eye(16), "layers": weights[0] + 1j * weights[1], "last": jax.random.normal(keys[2], (16, 4)) / 4}
+    batch = jax.random.normal(keys[3], (8, 16))
+
+    def loss(params, batch):
+        z = batch.astype(jnp.complex64) @ params["first"].astype(jnp.complex64)
+        with context("layers"):
+            z, _ = jax.lax.scan(lambda z, w: (z + jnp.tanh((z @ w).real) * (0.3 + 1j), None), z, params["layers"])
+        return jnp.mean((jnp.abs(z) @ params["last"]) ** 2)
+
+    pipeline = jgt.Pipeline(signal="layers", microbatches=2)
+    rules = jgt.make_rules({"axes": {"batch": ["data"]}, "default": "replicate"})
+    split = jgt.shard(loss, rules, jgt.make_mesh({"data": 2, "stage": 2, "tensor": 2}), pipeline=pipeline)
+    for ours, theirs in zip(*(jax.tree.leaves(jax.jit(jax.value_and_grad(fn))(params, batch)) for fn in (split, loss)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)

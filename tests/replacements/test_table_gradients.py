@@ -36,6 +36,12 @@ def changed(fn, dims, *args, batch=TWO, wide=False):
     return lambda *args: jax.tree.unflatten(tree, jx.evaluate(new, args)), not is_same
 
 
+def test_lookups_in_a_table_for_each_row_are_left_alone():
+    tables, tokens = jax.random.normal(jax.random.key(0), (4, 8, 3)), jax.random.randint(jax.random.key(1), (4, 6), 0, 8)
+    fn, is_changed = changed(jax.vmap(lambda table, tokens: table[tokens]), ((), ("fsdp",), ()), tables, tokens)
+    assert not is_changed and fn(tables, tokens).shape == (4, 6, 3)
+
+
 LOOKUPS = {
     "index": lambda table, tokens: table[tokens],
     "take": lambda table, tokens: jnp.take(table, tokens, axis=0),

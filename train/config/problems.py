@@ -1,4 +1,4 @@
-"""What several sections of a run's file decide together: each function here yields the messages about one such pair. Imports no JAX."""
+"""Checks what several sections of a run's file decide together. Each function yields the messages about one pair. Imports no JAX."""
 
 from __future__ import annotations
 

@@ -189,6 +189,8 @@ def problem_of_parts(loss: ShardedLoss, shapes: tuple[Any, ...]) -> str:
                 return f"{what} of a batch cannot be made of those of its parts: {one.problem}"
             if weight is None and one.degree:
                 return f"{what} is a sum over rows, where a scalar counts as a mean"
+        if weight is not None and value.degree != weight.degree and not value.zero:
+            return f"{what} is a pair of which one number grows with the rows and the other does not"
     return ""
 
 

@@ -108,6 +108,8 @@ def make_train_step(
             if not objective.is_token_loss:
                 value = mean_of_parts(total, part.weight, gradients.parts)
                 gradient = jax.tree.map(lambda g: mean_of_parts(g, part.weight, gradients.parts).astype(g.dtype), gradient)
+            # Downhill for complex parameters, whose gradient JAX returns conjugated.
+            gradient = jax.tree.map(jnp.conj, gradient)
             norm = optax.tree.norm(gradient)
             # A single element that is not finite makes the norm so. A late gradient is not this loss's.
             finite = jnp.isfinite(norm) if gradients.is_late else jnp.isfinite(value) & jnp.isfinite(norm)
@@ -116,7 +118,7 @@ def make_train_step(
             if clips:
                 # As optax.clip_by_global_norm, which would compute the norm again.
                 factor = jnp.where(norm < settings.clip, 1.0, settings.clip / norm)
-                gradient = jax.tree.map(lambda g: g * factor, gradient)
+                gradient = jax.tree.map(lambda g: (g * factor).astype(g.dtype), gradient)
             # In the first step the late gradient is zero; applying it would fade moments and decay weights.
             moves = applied & (norm > 0) if gradients.is_late else applied
             params, opt_state = update(make_optimizer(settings), gradient, state.params, state.opt_state, moves)

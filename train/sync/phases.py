@@ -90,7 +90,7 @@ class Phases:
         sums = self.replicas.exchange(change, fragment.of_shardings(shardings), self.config.wire)
         mean = [x / self.replicas.count for x in sums]
         if outer is not None:
-            moved = [outer.momentum * m + g for m, g in zip(fragment.cut(momentum), mean, strict=True)]
+            moved = [(outer.momentum * m + g).astype(m.dtype) for m, g in zip(fragment.cut(momentum), mean, strict=True)]
             momentum = fragment.paste(momentum, moved)
             # Nesterov: with the momentum as the next step would have it.
             mean = [outer.lr * (g + outer.momentum * m) for m, g in zip(moved, mean, strict=True)]

@@ -31,7 +31,7 @@ def _llama(k: Any) -> dict[str, Any]:
 
 
 def _mistral(k: Any, *, size: int | None = None, **defaults: Any) -> dict[str, Any]:
-    """size: of the window, where the file does not say it. defaults: as those of `shared`."""
+    """The options with a window in all layers. size: the window of a file that does not say it. defaults: as those of `shared`."""
     return {**shared(k, **defaults), **windowed_everywhere(k, k.unless_absent("sliding_window", size))}
 
 
@@ -67,7 +67,7 @@ def _gemma(k: Any, act_key: str = "hidden_act") -> dict[str, Any]:
 
 
 def _gemma2(k: Any, attention_softcap: float | None = 50.0, logits_softcap: float | None = 30.0) -> dict[str, Any]:
-    """The soft caps are those of a file that does not say them."""
+    """The options of Gemma 2, and with other soft caps for a file that has none, of Gemma 3."""
     return {
         **_gemma(k, "hidden_activation"),
         **windowed(k, k.get("sliding_window", 4096), lambda n: n % 2 == 1),

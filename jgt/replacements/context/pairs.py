@@ -33,6 +33,11 @@ _LEAST = -1e4
 """Models add a number below this one to the scores of keys that a query does not see."""
 
 
+def lets_meet(x: jax.Array) -> jax.Array:
+    """Which pairs a condition lets meet: a mask says it, and so do the numbers that are added to scores."""
+    return x if x.dtype == bool else x > _LEAST
+
+
 def labels_of(atom: Atom, labels: Sequence[DimLabel]) -> Labels:
     """The labels of an operand of an elementwise equation, from those of the result."""
     return tuple(label if size > 1 else None for label, size in zip(labels, jx.shape_of(atom), strict=False))
@@ -75,8 +80,7 @@ class Condition:
 
     def holds(self, x: jax.Array) -> jax.Array:
         """bool[b or 1, queries or 1, keys or 1], from the value of the variable."""
-        x = x if x.dtype == bool else x > _LEAST
-        x = ~x if self.is_not else x
+        x = ~lets_meet(x) if self.is_not else lets_meet(x)
         order = [self.labels.index(label) if label in self.labels else None for label in ("batch", "queries", "keys")]
         known = [dim for dim in order if dim is not None]
         others = [dim for dim in range(x.ndim) if dim not in known]
@@ -126,7 +130,11 @@ class SeenPairs:
             return jnp.take(values[operand], keys, operand.labels.index("keys")) if is_of_both else values[operand]
 
         reader = Reader(self.source, queries, keys, read)
-        found = [one.holds(reader.value(one.atom, one.labels)) for one in self.conditions]
+        return self.all_of([one.holds(reader.value(one.atom, one.labels)) for one in self.conditions], queries, keys)
+
+    def all_of(self, held: Sequence[jax.Array], queries: jax.Array, keys: jax.Array) -> jax.Array | None:
+        """The pairs for which all conditions hold, from those for which each does, and what a kernel brings along. None: all pairs."""
+        found = [*held]
         if self.is_causal:
             found.append((queries[:, None] >= keys[None])[None])
         if self.window is not None:
@@ -228,10 +236,11 @@ class Reader:
         return jx.result_of(equation, *(x if one else jnp.broadcast_to(x, full) for x, one in zip(operands, is_one, strict=True)))
 
 
-_KINDS = {
-    "iota": Reader._iota,
+SHAPED = {
     "broadcast_in_dim": Reader._broadcast,
     "reshape": Reader._reshape,
     "squeeze": Reader._reshape,
     "transpose": Reader._transpose,
 }
+"""The equations that give values another shape."""
+_KINDS = {"iota": Reader._iota, **SHAPED}

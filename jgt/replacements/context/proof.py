@@ -29,6 +29,7 @@ from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.parts import Flat, flatten
 from jgt.replacements.context import cudnn
 from jgt.replacements.context.blocks import XLA_BLOCKS
+from jgt.replacements.context.bounds import possible_pairs
 from jgt.replacements.context.pairs import Operand, SeenPairs, UnreadableError
 from jgt.replacements.context.walk import AttentionWalk
 
@@ -221,18 +222,16 @@ class _Region:
         return jnp.zeros(shape, x.dtype).at[(slice(None),) * dim + (positions,)].set(x)
 
     def _sight(self, pairs: SeenPairs) -> tuple[bool, bool, int | None]:
-        """is_causal, is_plain and window, see `Attention`."""
+        """is_causal, is_plain and window, see `Attention`. They hold whatever the operands are."""
         positions = self._positions(_SAMPLE)
-        later = positions[:, None] < positions
-        at = jnp.asarray(positions)
-        run = jax.jit(lambda values: pairs.seen(at, at, values))
-        is_causal, is_plain = True, not pairs.operands
-        for seed in (1, 2):
-            found = run([self._of_positions(self._draw(one, positions, seed), one, positions) for one in pairs.operands])
-            seen = np.ones((1, 1, 1), bool) if found is None else np.asarray(found)
-            is_causal &= not (seen & later).any()
-            is_plain &= bool((seen == (~later if is_causal else True)).all())
-        return is_causal, is_plain, None if is_plain else self._window(pairs)
+        behind = positions[:, None] - positions
+        found = jax.jit(lambda at: possible_pairs(pairs, at, at))(jnp.asarray(positions))
+        possible = np.ones((1, 1, 1), bool) if found is None else np.asarray(found)
+        is_causal = not (possible & (behind < 0)).any()
+        is_plain = not pairs.operands and bool((possible == (behind >= 0 if is_causal else True)).all())
+        window = None if is_plain else self._window(pairs)
+        is_bounded = window is not None and not (possible & (behind >= window)).any()
+        return is_causal, is_plain, window if is_bounded else None
 
     def _window(self, pairs: SeenPairs) -> int | None:
         """The number of positions that each query sees in a row of one document, if that is one number."""

@@ -138,8 +138,8 @@ def _problems(
         )
     if tries and not is_row_wise(call, equation):
         yield (
-            f"{where}: the function of experts at {jx.line_of(equation)} does not map each row on its own: beside other rows, a "
-            "row has another result. Take sums, means and maxima over rows out of it"
+            f"{where}: the function of experts at {jx.line_of(equation)} does not map each row on its own: beside other rows, or "
+            "if its expert has another number, a row has another result. Take sums, means and maxima over rows out of it"
         )
 
 

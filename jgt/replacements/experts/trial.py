@@ -96,7 +96,7 @@ def _try(call: ExpertCall, equation: Equation) -> bool:
         weights, rows = [_noise(leaf) for leaf in sized.leaves], _noise(sized.rows)
         function = cast("Callable[[Sequence[Any]], list[jax.Array]]", jax.jit(partial(jx.evaluate, sized.program)))
 
-        def run(numbers: Sequence[Sequence[int]], factor: int) -> tuple[np.ndarray[Any, Any], list[int]]:
+        def run(numbers: Sequence[Sequence[int]], factor: int, weights: Sequence[Any] = weights) -> tuple[np.ndarray[Any, Any], list[int]]:
             sizes, own = [len(of) for of in numbers[:count]], [number for of in numbers[:count] for number in of]
             order = [*own, *(number for number in range(_NUM_ROWS) if number not in own)]
             given = rows[order]
@@ -106,6 +106,9 @@ def _try(call: ExpertCall, equation: Equation) -> bool:
 
         whole, _ = run(_ALL, 1)
         again = [run(numbers, 7) for numbers in _AGAIN]
+        if count > 1:
+            # A device numbers its own experts from 0, so the first of all must be no special one.
+            again.append(run(_ALL[::-1], 1, [w[::-1] for w in weights]))
     tolerance = 1e-5 if x.dtype == jnp.float32 else 2e-2
     atol = tolerance * float(np.max(np.abs(whole)))
     return all(np.allclose(whole[own], results, rtol=tolerance, atol=atol) for results, own in again)

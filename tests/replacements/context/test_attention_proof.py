@@ -29,6 +29,34 @@ def of_documents(q, k, v, documents):
     return XLA.attend(q, k, v, mask=documents[:, None, :, None] == documents[:, None, None, :])
 
 
+def of_documents_in_a_window(q, k, v, documents):
+    return XLA.attend(q, k, v, mask=documents[:, None, :, None] == documents[:, None, None, :], window=24)
+
+
+def by_mask(mask):
+    """Causal attention whose mask also depends on integers [b, s] or [b]."""
+
+    def attend(q, k, v, numbers):
+        queries, keys = jnp.arange(S)[:, None], jnp.arange(S)[None]
+        return jax.nn.dot_product_attention(q, k, v, mask=mask((queries, keys), numbers))
+
+    return attend
+
+
+def images(places, tokens):
+    """Tokens of images, which one number marks, are seen by all."""
+    return (places[0] >= places[1])[None, None] | (tokens == 7)[:, None, None, :]
+
+
+def prefixes(places, lengths):
+    return (places[0] >= places[1])[None, None] | (places[1][None, None] < lengths[:, None, None, None])
+
+
+def global_tokens(places, tokens):
+    near = (places[0] - places[1] < 24)[None, None] | (tokens == 9)[:, None, None, :]
+    return (places[0] >= places[1])[None, None] & near
+
+
 def with_a_flag(q, k, v, is_full):
     return XLA.attend(q, k, v, window=jnp.where(is_full, S, 24))
 
@@ -47,6 +75,7 @@ def causal_of_jax(q, k, v):
 
 SINKS = jax.ShapeDtypeStruct((N,), jnp.float32)
 INT, FLAG = jax.ShapeDtypeStruct((2, S), jnp.int32), jax.ShapeDtypeStruct((), bool)
+LENGTHS = jax.ShapeDtypeStruct((2,), jnp.int32)
 
 
 @pytest.mark.parametrize(
@@ -61,8 +90,13 @@ INT, FLAG = jax.ShapeDtypeStruct((2, S), jnp.int32), jax.ShapeDtypeStruct((), bo
         (lambda q, k, v: XLA.attend(q, k, v, window=24), (), G, (True, False, 24)),
         (with_a_flag, (FLAG,), G, (True, False, None)),
         (of_documents, (INT,), G, (True, False, None)),
+        (of_documents_in_a_window, (INT,), G, (True, False, 24)),
+        # What integers allow, whatever they are: no draw of them shows it.
+        (by_mask(images), (INT,), G, (False, False, None)),
+        (by_mask(prefixes), (LENGTHS,), G, (False, False, None)),
+        (by_mask(global_tokens), (INT,), G, (True, False, None)),
     ],
-    ids=["own", "jax", "full", "flax", "by hand", "repeated heads", "window", "flag", "documents"],
+    ids=["own", "jax", "full", "flax", "by hand", "repeated heads", "window", "flag", "documents", "both", "images", "prefixes", "global"],
 )
 def test_attention_is_found_whoever_wrote_it(fn, more, heads, expected):
     attention = found(fn, *more, heads=heads)

@@ -91,6 +91,12 @@ def by_the_size_of_its_group(rows, sizes, weights):
     return rows / jnp.sum(sizes)
 
 
+def first_alone(rows, sizes, weights):
+    """The first expert of all is a special one, but each device has a first one."""
+    expert = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(rows))
+    return jnp.where((expert == 0)[:, None], rows, 2 * rows)
+
+
 def centred_if_wide(rows, sizes, weights):
     return centred(rows, sizes, weights) if rows.shape[1] > 100 else rows
 
@@ -127,6 +133,7 @@ def only_up(rules):
         (by_its_place, 128),
         (less_the_row_before, 128),
         (by_the_size_of_its_group, 128),
+        (first_alone, 128),
         (centred_if_wide, 128),
         (centred_in_heads, 128),
     ],

@@ -57,6 +57,9 @@ def masked_mean(model, batch):
 def total(model, batch):
     return jnp.sum(error(model, batch))
 
+def fixed_weight(model, batch):
+    return jnp.sum(error(model, batch)), 8.0
+
 def retrieval_metric(model, batch):
     scores = unit(model.a(batch["a"])) @ unit(model.b(batch["b"])).T
     return jnp.mean(error(model, batch)), {"top1": jnp.mean(scores.argmax(-1) == jnp.arange(len(scores)))}
@@ -93,6 +96,7 @@ MEETING = {
     "batch_norm": "a number that is computed from all rows is used for each of them again",
     "masked_mean": "a quotient, a product or another function of sums over rows",
     "total": "is a sum over rows, where a scalar counts as a mean",
+    "fixed_weight": "is a pair of which one number grows with the rows and the other does not",
     "retrieval_metric": "the metric top1 of a batch cannot be made",
 }
 APART = ["byol", "plain", "weighted", "dropped", "of_a_part"]
