@@ -206,5 +206,5 @@ def test_models_know_nothing_of_jgt_but_signals():
                 found |= {(path.name in ("config.py", "options.py"), node.module, name.name) for name in node.names}
             if isinstance(node, ast.Import):
                 found |= {(path.name in ("config.py", "options.py"), name.name, "") for name in node.names if name.name.startswith("jgt")}
-    of_config = {("jgt.document", "Bound"), ("jgt.document", "Node"), ("jgt.document", "LocalPath")}
+    of_config = {("jgt.document", "Bound"), ("jgt.document", "Node")}
     assert found == {(False, "jgt", "signal"), *((True, *names) for names in of_config)}
