@@ -91,7 +91,7 @@ class SavedStep:
         """A file of the step, of at most `most` bytes. Raises InputError, or BrokenError or OSError."""
         if self.bucket is None or self.manifest.objects is None:
             file = Path(self.folder, path)
-            # Not `document.read_bytes`: an error of the disk is no wrong input.
+            # `document.read_bytes` would report an error of the disk as wrong input.
             with patiently(lambda: open_file(file), file) as opened:
                 content = patiently(lambda: opened.read(most + 1), file)
             if len(content) > most:
@@ -175,13 +175,17 @@ class BucketSteps:
         assert listing.objects is not None
         name = _manifest_name(listing.step)
         listing = replace(listing, objects=replace(listing.objects, time=time.time()))
+        content = seal(name, json.dumps(manifest.sealed(manifest.as_json(listing))).encode())
         try:
-            self.bucket.write(name, seal(name, json.dumps(manifest.sealed(manifest.as_json(listing))).encode()), ABSENT)
+            self.bucket.write(name, content, ABSENT)
         except ChangedError:
-            # An earlier try of this start may have failed after the write. What it wrote is whole, and of the same state.
-            entry = self._listing(listing.step).objects
+            # An earlier try of this start may have failed, and the store have done the write all the same, even later. Its objects may be
+            # gone. Those of this listing are there.
+            found = self.bucket.read(name)
+            entry = manifest.parse(bytes(unseal(name, found.content))).objects
             if entry is None or f"-{self.start}-" not in entry.folder:
                 raise
+            self.bucket.write(name, content, found.version)
 
     def retire(self, keep: int, held: Collection[int] = ()) -> None:
         """Removes all but the newest `keep` steps, and those that are held."""

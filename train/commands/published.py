@@ -95,7 +95,7 @@ def _written(place: str) -> Iterator[Path]:
         raise InputError([f"command line: OUT {place}: is there already. Name another URL, or remove it"])
     with tempfile.TemporaryDirectory() as scratch:
         yield (folder := Path(scratch) / "model")
-        # A model without its config.json, or an adapter, is loaded by nothing.
+        # Nothing loads a model without its config.json, or an adapter without its adapter_config.json, so these are stored last.
         for file in sorted(folder.iterdir(), key=lambda file: file.name in (DESCRIPTION, ADAPTER)):
             say(f"storing {bucket.url(file.name)}: {file.stat().st_size / 1e6:,.1f} MB")
             bucket.write(file.name, file.read_bytes())

@@ -1,4 +1,4 @@
-"""Checks the files that a run's data names: that they are there, are of the right kind, and are not held out and trained on. Imports no JAX.
+"""Checks the files that a run's data names: they are there, have the right kind, and are not held out and trained on. Imports no JAX.
 
 It looks at names, kinds and permissions, and opens no file. So `jgt check` answers for a cluster's data in a moment, and a start
 answers before it reads any of it.

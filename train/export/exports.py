@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from ..checkpoint.bucket_steps import SavedStep
+from ..checkpoint.disk import describe
 from ..checkpoint.restore import first_line
 from ..checkpoint.signature import read_key
 from ..checkpoint.steps import open_steps
@@ -70,11 +71,14 @@ class Exports:
         """
         if self._config is None:
             return
-        path, is_first, others = Path(self._config.path), jax.process_index() == 0, list[Path]()
-        if is_first and first == 0 and path.is_dir():
-            others = [entry for entry in path.iterdir() if entry.name.isdecimal()]
+        path, is_first, problems = Path(self._config.path), jax.process_index() == 0, list[str]()
         where = f"{self._run.where('checkpoint.export.path')}: checkpoint.export.path"
-        agree_on_input([f"{where}: has {other} already. Name another folder, or remove what is in it" for other in others[:1]], None)
+        try:
+            others = [entry for entry in path.iterdir() if entry.name.isdecimal()] if is_first and first == 0 and path.is_dir() else []
+            problems += [f"{where}: has {other} already. Name another folder, or remove what is in it" for other in others[:1]]
+        except OSError as error:
+            problems.append(f"{where}: cannot be read: {describe(error, path)}")
+        agree_on_input(problems, None)
         if not is_first:
             return
         for step in self._steps.listed():

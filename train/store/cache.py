@@ -193,7 +193,7 @@ def local_folder(place: str, needed: str = "config.json", *, weights: bool = Tru
         # Without folders, in which other forms of the same weights may be.
         found = [name for name in bucket.names() if "/" not in name]
         if needed not in found:
-            raise InputError([f"{place}: is no folder of Hugging Face: it has no {needed}"])
+            raise InputError([f"{place}: is not a folder of Hugging Face: {needed} is missing"])
         return ObjectCache().fetch(bucket, [name for name in found if weights or name.endswith(_TEXTS)])
     except OSError as error:
         raise InputError([f"{error.filename or place}: cannot be read: {error.strerror or error}"]) from error

@@ -209,7 +209,7 @@ def fill_spool(bucket: Bucket, folder: Path, kept: Collection[str], remove: Call
         for path in old:
             remove(path)
         if there:
-            # Not the bucket's identity, which is that of the folder that wrote last.
+            # The identity in the bucket belongs to the folder that wrote last, and must not become this folder's.
             fetch_records(bucket, folder, lambda name: name not in NOT_COPIED)
         _write(folder, {**values, "filled_from": there.get("id")})
 

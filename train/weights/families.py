@@ -26,8 +26,9 @@ def _expert_names(prefix: str, gate: str, up: str, down: str) -> dict[str, str]:
     return {**matrices, "moe/router": f"{prefix}.gate"}
 
 
-def _llama(k: Any) -> dict[str, Any]:
-    return {**shared(k), "biases": attention_biases(k) + (["mlp"] if k.get("mlp_bias", False) else [])}
+def _llama(k: Any, **defaults: Any) -> dict[str, Any]:
+    """The options of Llama. defaults: as those of `shared`."""
+    return {**shared(k, **defaults), "biases": attention_biases(k) + (["mlp"] if k.get("mlp_bias", False) else [])}
 
 
 def _mistral(k: Any, *, size: int | None = None, **defaults: Any) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def _mistral(k: Any, *, size: int | None = None, **defaults: Any) -> dict[str, A
 
 def _qwen_window(k: Any) -> int | None:
     # Published files have a window that is not used.
-    size = k.get("sliding_window", 4096)
+    size = k.unless_absent("sliding_window", 4096)
     return size if k.get("use_sliding_window", False) else None
 
 
@@ -102,8 +103,7 @@ def _smollm3(k: Any) -> dict[str, Any]:
     interval = k.get("no_rope_layer_interval", 4)
     # 1 for a layer with positions, 0 for one without.
     rotates = k.by_layer("no_rope_layers", lambda n: int((n + 1) % interval != 0))
-    made = {**shared(k, tied=True, theta=2_000_000.0), "biases": attention_biases(k) + (["mlp"] if k.get("mlp_bias", False) else [])}
-    return {**made, "unrotated_layers": [n for n, one in enumerate(rotates) if not one]}
+    return {**_llama(k, tied=True, theta=2_000_000.0), "unrotated_layers": [n for n, one in enumerate(rotates) if not one]}
 
 
 FAMILIES: Mapping[str, Family] = {

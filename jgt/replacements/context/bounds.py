@@ -2,14 +2,17 @@
 """Which keys a query may see, whatever the operands of the conditions are.
 
 A schedule skips the keys that no query sees, and decides that before any data is known. Random operands cannot show it: image tokens that
-see each other look causal until a token has the one number that means an image. So conditions are computed with bounds in the place of
-numbers. What is made of positions alone is known. A comparison that reads an operand may be true and may be false, and and, or, not and
-select combine what is known with what is not: `(q >= k) & (document_q == document_k)` is at most `q >= k`.
+see each other look causal until a token has the one number that means an image. So conditions are computed with all values that a mask may
+have. What is made of positions alone has one. A comparison that reads an operand may be true and may be false, and what follows from it has
+a value for each: `(q >= k) & (document_q == document_k)` may be true only where `q >= k` is, and so may numbers that are added to scores.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import itertools
+import math
+from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import jax
@@ -18,16 +21,18 @@ import numpy as np
 
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation
-from jgt.replacements.context.pairs import SHAPED, Labels, Operand, Reader, SeenPairs, labels_of, lets_meet
+from jgt.replacements.context.pairs import SHAPED, Condition, Labels, Operand, Reader, SeenPairs, elementwise, labels_of, lets_meet
 
 _MASK = np.dtype(bool)
+_MOST = 16
+"""The values of one variable. With more of them it may be anything."""
 
 
-class Bounds(NamedTuple):
-    """A lower and an upper bound of a value that says whether pairs meet, as bool arrays whose dims are those of the value, or 1."""
+class Alternative(NamedTuple):
+    """One of the values that a variable may have, and where: bool, with the dims of the value or 1."""
 
-    least: jax.Array
-    most: jax.Array
+    where: jax.Array
+    value: jax.Array
 
 
 class _OperandError(Exception):
@@ -36,10 +41,8 @@ class _OperandError(Exception):
 
 def possible_pairs(pairs: SeenPairs, queries: jax.Array, keys: jax.Array) -> jax.Array | None:
     """bool[1, queries, keys]: no operand lets a query see another key than these. None if each query may see each key."""
-    bounder = _Bounder(Reader(pairs.source, queries, keys, _refuse))
-    bounds = [bounder.of(one.atom, one.labels) for one in pairs.conditions]
-    found = [one.holds(least if one.is_not else most) for one, (least, most) in zip(pairs.conditions, bounds, strict=True)]
-    return pairs.all_of(found, queries, keys)
+    values = _Values(Reader(pairs.source, queries, keys, _refuse))
+    return pairs.all_of([one.holds(values.possible(one)) for one in pairs.conditions], queries, keys)
 
 
 def _refuse(operand: Operand) -> jax.Array:
@@ -47,56 +50,84 @@ def _refuse(operand: Operand) -> jax.Array:
 
 
 @dataclass
-class _Bounder:
-    """The bounds of masks, and of numbers that are added to scores. reader: of what depends on positions alone."""
+class _Values:
+    """The values that variables may have. reader: reads what depends on positions alone."""
 
     reader: Reader
+    known: dict[tuple[Atom, Labels], list[Alternative] | None] = field(default_factory=dict)
 
-    def of(self, atom: Atom, labels: Labels) -> Bounds:
-        """The bounds of a variable whose dims have these labels."""
+    def possible(self, condition: Condition) -> jax.Array:
+        """The value of a condition that lets all pairs meet that may."""
+        found = self.of(condition.atom, condition.labels)
+        if found is None:
+            return jnp.full([1] * len(condition.labels), not condition.is_not)
+        meets = functools.reduce(jnp.logical_or, (one.where & (lets_meet(one.value) != condition.is_not) for one in found))
+        return meets != condition.is_not
+
+    def of(self, atom: Atom, labels: Labels) -> list[Alternative] | None:
+        """All values of a variable whose dims have these labels; None if it may have any."""
+        if not jx.is_var(atom):
+            return [Alternative(jnp.array(True), self.reader.value(atom, labels))]
+        if (atom, labels) not in self.known:
+            self.known[atom, labels] = self._found(atom, labels)
+        return self.known[atom, labels]
+
+    def _found(self, atom: Atom, labels: Labels) -> list[Alternative] | None:
+        everywhere = jnp.ones([1] * len(labels), bool)
         try:
-            known = lets_meet(self.reader.value(atom, labels))
-            return Bounds(known, known)
+            return [Alternative(everywhere, self.reader.value(atom, labels))]
         except _OperandError:
-            equation = self.reader.source.made.get(atom) if jx.is_var(atom) else None
-            made = None if equation is None else self._made(equation, labels)
-            return made or Bounds(*(jnp.full([1] * len(labels), value) for value in (False, True)))
+            equation = self.reader.source.made.get(cast(jx.Var, atom))
+        found = None if equation is None else self._made(equation, labels)
+        if jx.dtype_of(atom) is not _MASK:
+            return found
+        # A mask has two values, however many ways lead to them.
+        ways = [(everywhere, everywhere)] if found is None else [(one.where & one.value, one.where & ~one.value) for one in found]
+        may_be = (functools.reduce(jnp.logical_or, part) for part in zip(*ways, strict=True))
+        return [Alternative(where, jnp.full([1] * len(labels), value)) for where, value in zip(may_be, (True, False), strict=True)]
 
-    def _made(self, equation: Equation, labels: Labels) -> Bounds | None:
-        """The bounds of what an equation makes; None where it may be anything."""
-        name, inputs = equation.primitive.name, equation.invars
-        are_masks = all(jx.dtype_of(a) is _MASK for a in inputs)
-        if name in SHAPED:
-            least, most = (SHAPED[name](cast(Reader, _Half(self, number)), equation, labels) for number in range(2))
-            return None if least is None or most is None else Bounds(least, most)
-        if name == "select_n" and len(inputs) == 3 and jx.dtype_of(inputs[0]) is _MASK:
-            which, no, yes = self._all(equation, labels)
-            least = (which.least & yes.least) | (~which.most & no.least) | (yes.least & no.least)
-            return Bounds(least, (which.most & yes.most) | (~which.least & no.most))
-        if name == "and" and are_masks:
-            one, other = self._all(equation, labels)
-            return Bounds(one.least & other.least, one.most & other.most)
-        if name == "or" and are_masks:
-            one, other = self._all(equation, labels)
-            return Bounds(one.least | other.least, one.most | other.most)
-        if name == "not" and are_masks:
-            (one,) = self._all(equation, labels)
-            return Bounds(~one.most, ~one.least)
-        if name == "convert_element_type" and jx.is_real(inputs[0]) and jx.is_real(equation.outvars[0]):
-            return self.of(inputs[0], labels)
-        return None
+    def _made(self, equation: Equation, labels: Labels) -> list[Alternative] | None:
+        """All values that an equation makes."""
+        if equation.primitive.name in SHAPED:
+            return self._shaped(equation, labels)
+        operands = [self.of(a, labels_of(a, labels)) for a in equation.invars]
+        known = [one for one in operands if one is not None]
+        if equation.primitive.name not in jx.ELEMENTWISE or len(known) < len(operands) or math.prod(map(len, known)) > _MOST:
+            return None
+        return [
+            Alternative(functools.reduce(jnp.logical_and, (one.where for one in each)), elementwise(equation, [one.value for one in each]))
+            for each in itertools.product(*known)
+        ]
 
-    def _all(self, equation: Equation, labels: Labels) -> list[Bounds]:
-        return [self.of(a, labels_of(a, labels)) for a in equation.invars]
+    def _shaped(self, equation: Equation, labels: Labels) -> list[Alternative] | None:
+        part, made = _Part(self), list[Alternative]()
+        while len(made) < part.count:
+            part.number, halves = len(made), list[jax.Array]()
+            for part.half in range(2):
+                try:
+                    found = SHAPED[equation.primitive.name](cast(Reader, part), equation, labels)
+                except _OperandError:
+                    return None
+                if found is None:
+                    return None
+                halves.append(found)
+            made.append(Alternative(*halves))
+        return made
 
 
 @dataclass
-class _Half:
-    """Reads the least or the most of values, as a `Reader` does that only gives them another shape."""
+class _Part:
+    """Reads a half of one of the values of a variable, as a `Reader` does, for equations that only give it another shape."""
 
-    bounder: _Bounder
-    number: int
+    values: _Values
+    number: int = 0
+    half: int = 0
+    count: int = 1
 
     def value(self, atom: Atom, labels: Labels) -> jax.Array:
-        """One of the two bounds."""
-        return self.bounder.of(atom, labels)[self.number]
+        """Where the value is possible, or the value itself."""
+        found = self.values.of(atom, labels)
+        if found is None:
+            raise _OperandError
+        self.count = len(found)
+        return found[self.number][self.half]

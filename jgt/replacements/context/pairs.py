@@ -229,11 +229,15 @@ class Reader:
         return jnp.transpose(self.value(equation.invars[0], tuple(labels[order.index(n)] for n in range(len(order)))), order)
 
     def _elementwise(self, equation: Equation, labels: Labels) -> jax.Array:
-        operands = [self.value(a, labels_of(a, labels)) for a in equation.invars]
-        full = jnp.broadcast_shapes(*(x.shape for x in operands))
-        # The predicate of a select may be one for all.
-        is_one = [equation.primitive.name == "select_n" and x.ndim == 0 for x in operands]
-        return jx.result_of(equation, *(x if one else jnp.broadcast_to(x, full) for x, one in zip(operands, is_one, strict=True)))
+        return elementwise(equation, [self.value(a, labels_of(a, labels)) for a in equation.invars])
+
+
+def elementwise(equation: Equation, operands: Sequence[jax.Array]) -> jax.Array:
+    """The result of an elementwise equation, of operands whose dims have their sizes or 1."""
+    full = jnp.broadcast_shapes(*(x.shape for x in operands))
+    # The predicate of a select may be one for all.
+    is_one = [equation.primitive.name == "select_n" and x.ndim == 0 for x in operands]
+    return jx.result_of(equation, *(x if one else jnp.broadcast_to(x, full) for x, one in zip(operands, is_one, strict=True)))
 
 
 SHAPED = {

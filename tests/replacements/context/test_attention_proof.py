@@ -57,6 +57,29 @@ def global_tokens(places, tokens):
     return (places[0] >= places[1])[None, None] & near
 
 
+def padded(places, tokens):
+    """Two biases that are added, as libraries write it."""
+    causal, padding = jnp.where((places[0] >= places[1])[None, None], 0.0, -1e9), jnp.where(tokens >= 0, 0.0, -1e9)[:, None, None, :]
+    return causal + padding
+
+
+def padded_by_ones(places, tokens):
+    ones = ((places[0] >= places[1])[None, None] & (tokens >= 0)[:, None, None, :]).astype(jnp.float32)
+    return (1.0 - ones) * -1e9
+
+
+def by_bias(bias):
+    """Attention with numbers that are added to its scores."""
+
+    def attend(q, k, v, numbers):
+        s = q.shape[1]
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(H)
+        added = bias((jnp.arange(s)[:, None], jnp.arange(s)[None]), numbers)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores + added, -1), v)
+
+    return attend
+
+
 def with_a_flag(q, k, v, is_full):
     return XLA.attend(q, k, v, window=jnp.where(is_full, S, 24))
 
@@ -95,8 +118,26 @@ LENGTHS = jax.ShapeDtypeStruct((2,), jnp.int32)
         (by_mask(images), (INT,), G, (False, False, None)),
         (by_mask(prefixes), (LENGTHS,), G, (False, False, None)),
         (by_mask(global_tokens), (INT,), G, (True, False, None)),
+        (by_bias(padded), (INT,), N, (True, False, None)),
+        (by_bias(padded_by_ones), (INT,), N, (True, False, None)),
     ],
-    ids=["own", "jax", "full", "flax", "by hand", "repeated heads", "window", "flag", "documents", "both", "images", "prefixes", "global"],
+    ids=[
+        "own",
+        "jax",
+        "full",
+        "flax",
+        "by hand",
+        "repeated heads",
+        "window",
+        "flag",
+        "documents",
+        "both",
+        "images",
+        "prefixes",
+        "global",
+        "biases",
+        "ones",
+    ],
 )
 def test_attention_is_found_whoever_wrote_it(fn, more, heads, expected):
     attention = found(fn, *more, heads=heads)

@@ -1,5 +1,6 @@
 """Checkpoints in a bucket: restored bit for bit on any layout, and never with an object that was changed."""
 
+import errno
 import itertools
 import json
 import shutil
@@ -238,6 +239,24 @@ def test_a_store_that_fails_costs_a_save_and_no_step(checkpoints, url, monkeypat
             save(checkpoints, 2)
     save(checkpoints, 3)
     assert open_steps(url).listed() == [1, 3]
+
+
+def test_a_manifest_that_comes_late_is_replaced_by_that_of_the_next_try(checkpoints, url, monkeypatch):
+    plain, late = Bucket.write, []
+
+    def write(bucket, name, content, *condition):
+        if "manifests/" in name and not late:
+            late.append((bucket, name, content, *condition))
+            raise StoreError(errno.EIO, "no answer", name)
+        return plain(bucket, name, content, *condition)
+
+    monkeypatch.setattr(Bucket, "write", write)
+    with pytest.raises(SaveError, match="no answer"):
+        save(checkpoints, 2)
+    # The store does it all the same, when the objects of that try are removed.
+    plain(*late[0])
+    save(checkpoints, 2)
+    assert newest_of(checkpoints)[0].manifest.step == 2
 
 
 def test_a_store_that_cannot_be_read_is_no_verdict_on_a_step(checkpoints, url, monkeypatch):

@@ -39,7 +39,7 @@ def test_a_published_model_in_a_bucket_is_that_of_its_copy(tmp_path, monkeypatch
     tokens, logits, bound = golden("llama3")
     loaded = jgt.load(f"hf:file://{GOLDENS}/llama3")
     assert np.abs(loaded.logits(tokens)[:, ::5] - logits).max() < bound and str(loaded.config.hf).startswith(str(tmp_path))
-    with pytest.raises(jgt.InputError, match=r"file:///.*: is no folder of Hugging Face: it has no config.json"):
+    with pytest.raises(jgt.InputError, match=r"file:///.*: is not a folder of Hugging Face: config.json is missing"):
         jgt.load(f"file://{tmp_path}")
 
 

@@ -71,7 +71,7 @@ def test_what_is_missing_below_a_url_is_named(store, tmp_path):
     for key, needed in (("model", "config.json"), ("adapter", "adapter_config.json")):
         file = store / key / needed
         file.rename(tmp_path / needed)
-        with pytest.raises(InputError, match=rf"run.yaml:1: .*hf: file://.*/{key}: is no folder of Hugging Face: it has no {needed}"):
+        with pytest.raises(InputError, match=rf"run.yaml:1: .*hf: file://.*/{key}: is not a folder of Hugging Face: {needed} is missing"):
             run_of(store, f"file://{store}", "run")
         (tmp_path / needed).rename(file)
     with pytest.raises(InputError, match=r"model.hf: 'http://models/qwen3' is not supported"):

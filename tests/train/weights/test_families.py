@@ -164,8 +164,9 @@ SOME_WINDOWS = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_
         ("gemma2", {"attn_logit_softcapping": None}, {"attention_softcap": None, "logits_softcap": 30.0}),
         ("gemma3_text", {}, {"attention_softcap": None, "logits_softcap": None}),
         ("qwen2", {"use_sliding_window": True}, {"window": None}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 2}, {"window": None}),
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, {"window": 4096, "full_layers": [0, 1]}),
-        # The activation is that of the key that the class reads.
+        # Each class reads its own key of the activation.
         ("gemma", {"hidden_act": "gelu"}, {"activation": "gelu_tanh"}),
         ("gemma", {"hidden_act": "silu", "hidden_activation": "gelu"}, {"activation": "silu"}),
         ("gemma2", {"hidden_act": "silu", "hidden_activation": "gelu"}, {"activation": "gelu"}),
