@@ -95,7 +95,7 @@ class Verification:
 
     def __str__(self) -> str:
         if self.is_right:
-            more = f". {len(self.avoided)} operations have another layout, as XLA computes such layouts wrongly" if self.avoided else ""
+            more = f". {len(self.avoided)} operations have another layout or form, as XLA computes them wrongly" if self.avoided else ""
             return f"The layout changes no number: {self.num_compared} arrays are equal to {self.largest:.0e}{more}"
         lines = [f"  {difference.what}: off by {difference.error:.2g} of its largest number" for difference in self.differences]
         if (num_hidden := len(lines) - _MOST_SHOWN) > 0:

@@ -128,14 +128,17 @@ def _too_much_memory(memory: Memory) -> Iterator[Finding]:
 
 
 def _avoided(compiled: Compiled, sent: Sequence[Collective]) -> Iterator[Finding]:
-    # A layer that occurs several times has each of its matmuls once here.
-    for avoided in {(a.line, a.before): a for a in compiled.avoided}.values():
+    # A layer that occurs several times has each of its matmuls once here. What sends nothing is not worth a finding.
+    for avoided in {(a.line, a.before): a for a in compiled.avoided if a.sends}.values():
         signal, kind = signal_of(avoided.name), avoided.name.rpartition("/")[2]
         sends = sum(c.total_bytes for c in sent if c.source and avoided.line.endswith(c.source) and c.signal == signal)
-        text = (
-            f"XLA computes a {kind} wrongly with layouts such as {avoided.before}, so jgt gives it {avoided.after}. This line sends "
-            f"{amount(sends, 'B')} in a step. Specs by which each axis splits only one dim of the {kind} need no such help"
+        what = (
+            f"wrongly with layouts such as {avoided.before}, so jgt gives it"
+            if avoided.is_layout
+            else f"wrongly ({avoided.before}), so jgt adds"
         )
+        help = f". Specs by which each axis splits only one dim of the {kind} need no such help" if avoided.is_layout else ""
+        text = f"XLA computes a {kind} {what} {avoided.after}. This line sends {amount(sends, 'B')} in a step{help}"
         yield _finding("avoided", signal, avoided.line, sends, text)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import jax
@@ -19,26 +19,32 @@ from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, sharding_dims
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.places import manual_mesh, trace_context
+from jgt.program.scopes import RULE, rule
 
 
 def constrain(x: jax.Array, forward: NamedSharding | None, backward: NamedSharding) -> jax.Array:
     """A value with the sharding `forward` (None: left to the partitioner), whose cotangent gets the sharding `backward`."""
     if forward == backward:
-        return jax.lax.with_sharding_constraint(x, forward)
+        return _constrained(x, backward)
 
     def constrained_forward(x: jax.Array) -> jax.Array:
-        return x if forward is None else jax.lax.with_sharding_constraint(x, forward)
+        return x if forward is None else _constrained(x, forward)
 
     def with_residuals(x: jax.Array) -> tuple[jax.Array, None]:
         return constrained_forward(x), None
 
     def constrained_backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-        return (jax.lax.with_sharding_constraint(cotangent, backward),)
+        return (_constrained(cotangent, backward),)
 
     # The identity has two rules here, so jax.jvp through it is an error: a documented limit of `backward:`.
     identity = cast("jax.custom_vjp[jax.Array]", jax.custom_vjp(constrained_forward))
     identity.defvjp(with_residuals, constrained_backward)
     return identity(x)
+
+
+def _constrained(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    with rule():
+        return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def constraint_equations(
@@ -78,16 +84,13 @@ def _context_of(like: Equation | None) -> contextlib.AbstractContextManager[obje
 # Unrolled layers repeat few shapes many times, and a trace for each of their constraints would take as long as the model's own.
 @lru_cache(maxsize=4096)
 def _traced_equation(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, around: Hashable) -> Equation:
-    def constrained(x: jax.Array) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, sharding)
-
-    return jx.body(jax.make_jaxpr(constrained)(jax.ShapeDtypeStruct(shape, dtype))).eqns[0]
+    return jx.body(jax.make_jaxpr(partial(_constrained, sharding=sharding))(jax.ShapeDtypeStruct(shape, dtype))).eqns[0]
 
 
 def _placed_like(equation: Equation, like: Equation | None) -> Equation:
     # The name stack is part of the source info. It gives the constraint the signal of its value, so that a plan attributes the
     # collectives that it causes.
-    return equation if like is None else equation.replace(source_info=like.source_info)
+    return equation if like is None else jx.placed_like(equation, like, RULE)
 
 
 def pinned_dims(program: Program, result: int) -> Dims | None:

@@ -239,6 +239,12 @@ def tensor_name(equation: Equation) -> str | None:
     return equation.params["name"] if equation.primitive.name == "name" else None
 
 
+def placed_like(equation: Equation, like: Equation, scope: str) -> Equation:
+    """An equation with the source line and the scopes of another one, in one more scope."""
+    info = like.source_info
+    return equation.replace(source_info=info.replace(name_stack=info.name_stack.extend(scope)))
+
+
 def source_of(equation: Equation) -> str:
     """The user's file:line that an equation comes from; empty for what JAX traced on its own behalf."""
     text = source_info_util.summarize(equation.source_info)

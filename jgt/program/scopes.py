@@ -23,7 +23,10 @@ PREFIX = "sig."
 MICROBATCH = "jgt.microbatch"
 """The scope of values that are meant of one microbatch (`jgt.signal.per_microbatch`)."""
 
-# These names do not begin with the prefix of signals, so no rule can match them.
+OWN = "jgt."
+"""Begins the names of the scopes that jgt adds. They have no prefix of signals, so no rule can match them."""
+RULE = "jgt.rule"
+"""The scope of what rules ask for: constraints, and the computation of parameters where they belong."""
 PIPELINE = "jgt.pipeline"
 BACKWARD = "jgt.backward"
 RECOMPUTE = "jgt.recompute"
@@ -42,6 +45,11 @@ def signals(path: Iterable[str]) -> Generator[None]:
         for name in path:
             stack.enter_context(jax.named_scope(PREFIX + name))
         yield
+
+
+def rule() -> AbstractContextManager[object]:
+    """What rules ask for: a program in which something has this scope is checked for what XLA computes wrongly."""
+    return jax.named_scope(RULE)
 
 
 def pipeline() -> AbstractContextManager[object]:

@@ -19,6 +19,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.document import InputError
+from jgt.program import scopes
 from jgt.replacements.replacement import Replacement
 from jgt.rules import Rules
 from jgt.sharding.argument_specs import check_aliases
@@ -54,7 +55,6 @@ class Sharded(Generic[_P, _R]):
         state: StateArguments = None,
         pad: bool = False,
     ):
-        avoid_faults()
         check_function(fn)
         rules, mesh, pipeline = as_rules(rules), check_mesh(mesh), check_pipeline(pipeline)
         # `updated=()`: fn may be an object with state, whose attributes do not belong in this object's __dict__.
@@ -148,15 +148,16 @@ class Sharded(Generic[_P, _R]):
         # Shapes suffice: the loss is only traced, and no parameter exists before its place is known.
         arguments = self._arguments((jax.eval_shape(init_fn, *args), *batches), {})
         placement = self._plan(arguments).placement
-        if optimizer is None:
-            return cast("Callable[..., Any]", jax.jit(init_fn, out_shardings=placement.params))(*args)
 
         def params_and_state(*args: Any) -> Any:
-            params = init_fn(*args)
-            return params, optimizer.init(params)
+            with scopes.rule():
+                params = init_fn(*args)
+                return params if optimizer is None else (params, optimizer.init(params))
 
-        both = (placement.params, placement.optimizer(jax.eval_shape(params_and_state, *args)[1]))
-        return cast("Callable[..., Any]", jax.jit(params_and_state, out_shardings=both))(*args)
+        places = placement.params
+        if optimizer is not None:
+            places = (places, placement.optimizer(jax.eval_shape(params_and_state, *args)[1]))
+        return cast("Callable[..., Any]", jax.jit(params_and_state, out_shardings=places))(*args)
 
     def under(
         self, rules: RulesLike, mesh: Mesh | AbstractMesh, partial: bool, pipeline: Staging | None, state: StateArguments
@@ -181,6 +182,8 @@ class Sharded(Generic[_P, _R]):
             check_aliases(arguments.parameters, planned.placement.parameters, self._rules)
             return planned
         check_surroundings(())
+        # Here and not before: a function that is never called leaves JAX's compiler as it is.
+        avoid_faults(scopes.OWN)
         planned = plan_call(
             arguments, self._rules, self._mesh, self._replacements, partial=self._partial, pipeline=self._pipeline, pad=self._pad
         )

@@ -70,7 +70,7 @@ def test_specs_are_as_reviewed():
 def test_no_operation_needs_another_layout_to_be_computed_rightly(rules):
     for kind in ("llama",) if rules == "experts" else ("llama", "gpt"):
         module = setup_of(rules, kind).lower_train_step().compiler_ir("stablehlo")
-        assert without_faults(module) is module, kind
+        assert without_faults(module, "gpu") is module, kind
 
 
 @pytest.mark.parametrize("rules", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in MESHES])

@@ -42,7 +42,9 @@ class FirstState:
 
     def make_state(self, seed: jax.Array) -> State:
         """The state before the first step, from a seed, uint32[]."""
-        params, variables = self.init(jax.random.key(seed))
+        # jgt checks programs with a scope of its own for what XLA computes wrongly.
+        with jax.named_scope("jgt.state"):
+            params, variables = self.init(jax.random.key(seed))
         params, frozen = self.trained.split(self.storage.entered(params))
         # The state does not depend on the settings.
         opt_state = self.make_optimizer(Settings(lr=0.0, weight_decay=0.0, clip=0.0)).init(params)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import os
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -26,39 +27,31 @@ from typing import Any
 
 from jax._src import compiler
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import sdy
 
-from jgt.sharding.partitioner.faults import READERS, better_layouts
-from jgt.sharding.partitioner.shardy import (
-    AxisGrid,
-    Splits,
-    SubAxis,
-    choose_layouts,
-    inline_calls,
-    join_parts,
-    meshes_of,
-    operations,
-    sharding_of,
-    type_shape,
-)
+from jgt.sharding.partitioner.placed import MendedOperation, OperationLayout, Placed, may_have_faults, readable
+from jgt.sharding.partitioner.shardy import Splits, SubAxis, inline_calls, join_parts
 
 MARK = "avoided_fault"
 """The last part of the names of the added constraints, and so of the collectives that they cause."""
-_NUMBER = "jgt.number"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Avoided:
-    """An operation that got another layout.
+    """An operation that got another layout or another form.
 
-    name: the operation with its scopes, as in the HLO. line: the file:line that it comes from. before, after: the layouts of its operands
-    and of its result, as PartitionSpecs are written.
+    name: the operation with its scopes, as in the HLO.
+    line: the file:line that it comes from.
+    before, after: the layouts of its operands and of its result, as PartitionSpecs are written; or what XLA does, and the other form.
+    is_layout: whether they are layouts.
+    sends: whether devices send something for it.
     """
 
     name: str
     line: str
     before: str
     after: str
+    is_layout: bool = True
+    sends: bool = True
 
 
 _collected: ContextVar[list[Avoided] | None] = ContextVar("avoided faults", default=None)
@@ -87,103 +80,87 @@ def with_faults() -> Iterator[None]:
 
 
 @functools.cache
-def avoid_faults() -> None:
-    """Has every program that this process compiles from now on checked first. A second call changes nothing."""
+def avoid_faults(scope: str) -> None:
+    """Has this process check each program before it is compiled in which the name of an operation has this scope.
+
+    A second call changes nothing. With JGT_AVOID_FAULTS=0 in the environment, nothing is checked, and JAX stays as it is.
+    """
+    if os.environ.get("JGT_AVOID_FAULTS") == "0":
+        return
     compile_or_get_cached = compiler.compile_or_get_cached
 
     @functools.wraps(compile_or_get_cached)
     def checked(backend: Any, computation: ir.Module, *args: Any, **kwargs: Any) -> Any:
-        module = computation if _is_off.get() else without_faults(computation)
+        is_left = _is_off.get() or not _has_scope(computation, scope)
+        module = computation if is_left else without_faults(computation, backend.platform)
         return compile_or_get_cached(backend, module, *args, **kwargs)
 
     compiler.compile_or_get_cached = checked
 
 
-def without_faults(module: ir.Module) -> ir.Module:
-    """The module itself, or a copy in which no operation has a layout that is known to be computed wrongly.
+def _has_scope(module: ir.Module, scope: str) -> bool:
+    found = False
 
-    In a copy, all matmuls, windows and gathers are constrained, the right ones to the layouts that they have anyway: Shardy might
-    choose others for them in the new program.
+    def look(op: Any) -> Any:
+        nonlocal found
+        found = isinstance(op.location, ir.NameLoc) and scope in op.location.name_str
+        return ir.WalkResult.INTERRUPT if found else ir.WalkResult.ADVANCE
+
+    with module.context:
+        module.operation.walk(look)
+    return found
+
+
+def without_faults(module: ir.Module, platform: str) -> ir.Module:
+    """The module itself, or a copy in which no operation is one that XLA is known to compute wrongly on a platform (`cpu`, `gpu`).
+
+    First operations get other forms (`mends.py`), then other layouts. In a copy with other layouts, all matmuls, windows and gathers are
+    constrained, the right ones to the layouts that they have anyway: Shardy might choose others for them in the new program.
     """
     with module.context, ir.Location.unknown():
-        if not _may_have_faults(module):
+        if not may_have_faults(module, platform):
             return module
-        layouts = layouts_of(module)
-        if all(layout.given == layout.better for layout in layouts):
-            return module
-        stream = io.BytesIO()
-        module.operation.write_bytecode(stream)
-        module = ir.Module.parse(stream.getvalue())
-        inline_calls(module)
-        avoided = _constrain(module, layouts)
+        placed, avoided = Placed.of(module), list[Avoided]()
+        if mended := placed.mended(platform):
+            module = _copy(module)
+            avoided += _mend(module, mended)
+            placed = Placed.of(module)
+        layouts = placed.layouts()
+        if any(layout.given != layout.better for layout in layouts):
+            module = module if mended else _copy(module)
+            avoided += _constrain(module, layouts)
     if (collected := _collected.get()) is not None:
         collected += avoided
     return module
 
 
-@dataclass(frozen=True, kw_only=True)
-class OperationLayout:
-    """The layouts of an operation's arrays, as Shardy chooses them and as they should be. number: its number among those with readers."""
-
-    number: int
-    arrays: tuple[int, ...]
-    given: tuple[Splits, ...]
-    better: tuple[Splits, ...]
-    grid: AxisGrid
-    mesh: Any
-
-
-def _readable(module: Any) -> list[Any]:
-    return [op for op in operations(module) if op.name in READERS]
-
-
-def _may_have_faults(module: Any) -> bool:
-    """Whether it is worth asking Shardy: a matmul or a gather can be wrong only where there are two axes."""
-    axes = max((sum(sdy.MeshAxisAttr(axis).size > 1 for axis in mesh.axes) for mesh in meshes_of(module).values()), default=0)
-    return axes > 0 and any(
-        axes > 1 if op.name in ("stablehlo.dot_general", "stablehlo.gather") else _has_moving(op) for op in _readable(module)
-    )
-
-
-def _has_moving(op: Any) -> bool:
-    dims, values = READERS[op.name](op), [*op.operands, *op.results]
-    return any(dims.moving(n, len(type_shape(values[array]))) for n, array in enumerate(dims.arrays))
-
-
-def layouts_of(module: ir.Module) -> list[OperationLayout]:
-    """The layouts of the operations that have readers."""
-    copy = module.operation.clone()
+def _copy(module: ir.Module) -> ir.Module:
+    stream = io.BytesIO()
+    module.operation.write_bytecode(stream)
+    copy = ir.Module.parse(stream.getvalue())
     inline_calls(copy)
-    meshes = meshes_of(copy)
-    integer = ir.IntegerType.get_signless(64)
-    for number, op in enumerate(_readable(copy)):
-        op.attributes[_NUMBER] = ir.IntegerAttr.get(integer, number)
-    choose_layouts(copy)
-    return [layout for op in _readable(copy) if (layout := _layout_of(op, meshes)) is not None]
+    return copy
 
 
-def _layout_of(op: Any, meshes: dict[str, Any]) -> OperationLayout | None:
-    dims = READERS[op.name](op)
-    values = [[*op.operands, *op.results][n] for n in dims.arrays]
-    shardings = [sharding_of(value) for value in values]
-    mesh = next((sharding.mesh_or_ref for sharding in shardings if sharding is not None), None)
-    if mesh is None:
-        return None
-    grid = AxisGrid.around(op, meshes[mesh.value] if isinstance(mesh, ir.FlatSymbolRefAttr) else mesh, shardings)
-    shapes = [type_shape(value) for value in values]
-    given = tuple(grid.layout(sharding, len(shape)) for sharding, shape in zip(shardings, shapes, strict=True))
-    better = better_layouts(dims, given, shapes, grid)
-    number = ir.IntegerAttr(op.attributes[_NUMBER]).value
-    return OperationLayout(number=number, arrays=dims.arrays, given=given, better=better, grid=grid, mesh=mesh)
+def _mend(module: ir.Module, mended: Sequence[MendedOperation]) -> list[Avoided]:
+    ops = readable(module)
+    avoided: list[Avoided] = []
+    for found in mended:
+        op, mend = ops[found.number], found.mend
+        name = _name_of(op)
+        avoided.append(Avoided(name=name, line=_line_of(op), before=mend.fault, after=mend.form, is_layout=False, sends=mend.sends))
+        with ir.Location.name(f"{name}/{MARK}", childLoc=op.location), ir.InsertionPoint(op):
+            mend.apply(op)
+    return avoided
 
 
 def _constrain(module: ir.Module, layouts: Sequence[OperationLayout]) -> list[Avoided]:
     """Puts constraints around operations. What reads a result that has another layout now finds it as it was."""
-    readable = _readable(module)
+    ops = readable(module)
     avoided: list[Avoided] = []
     for layout in layouts:
-        op = readable[layout.number]
-        name = op.location.name_str if isinstance(op.location, ir.NameLoc) else op.name
+        op = ops[layout.number]
+        name = _name_of(op)
         if layout.given != layout.better:
             avoided.append(Avoided(name=name, line=_line_of(op), before=layout_text(layout.given), after=layout_text(layout.better)))
         with ir.Location.name(f"{name}/{MARK}", childLoc=op.location):
@@ -199,6 +176,10 @@ def _constrain(module: ir.Module, layouts: Sequence[OperationLayout]) -> list[Av
                         last = layout.grid.constrain(first, given, layout.mesh)
                 result.replace_all_uses_except(last, first.owner.operation)
     return avoided
+
+
+def _name_of(op: Any) -> str:
+    return op.location.name_str if isinstance(op.location, ir.NameLoc) else op.name
 
 
 def _line_of(op: Any) -> str:

@@ -3,124 +3,28 @@
 
 A matmul is wrong if a mesh axis has to move from one dim to another in a way that the partitioner orders wrongly; a window or a pad is
 wrong if it moves along a split dim; a gather of rows is wrong if an axis moves from the rows to the columns, or if the table's rows are
-split and the result's are split in another way than the indices. docs/partitioner.md has the table of faults and how they were found. In
-the other layout, a mesh axis splits the same dim in all arrays of the operation: the partitioner then has nothing to rearrange.
+split and the result's are split in another way than the indices. XLA dies of a scatter with indices that are split unevenly.
+docs/partitioner.md has the table of faults and how they were found. In the other layout, a mesh axis splits the same dim in all arrays of
+the operation: the partitioner then has nothing to rearrange.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo
-
-from jgt.sharding.partitioner.shardy import AxisGrid, Splits, SubAxis, count_parts, type_shape
-
-_Factor = tuple[int | None, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class OperationDims:
-    """Which dims of an operation's arrays belong together.
-
-    arrays: the numbers of the arrays among its operands and results. factors: for each independent dim, which dim of each array it is; None
-    in an array without it. num_batch: how many of the first factors are the batch dims of a matmul. num_summed: how many of the last
-    ones are summed over. num_columns: how many of the first factors are dims of the slices that a gather takes; None for others. A dim
-    in no factor must be whole: something moves along it.
-    """
-
-    arrays: tuple[int, ...]
-    factors: tuple[_Factor, ...]
-    num_batch: int = 0
-    num_summed: int = 0
-    num_columns: int | None = None
-
-    def moving(self, n: int, rank: int) -> set[int]:
-        """The dims of array n along which something moves: a window, a group of features, or padding between elements."""
-        return set(range(rank)) - {factor[n] for factor in self.factors}
-
-    @property
-    def summed(self) -> tuple[_Factor, ...]:
-        """The factors that are summed over."""
-        return self.factors[len(self.factors) - self.num_summed :]
-
-
-def _dims_of_dot(op: Any) -> OperationDims:
-    numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
-    batch = list(zip(numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions, strict=True))
-    summed = list(zip(numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions, strict=True))
-    bound = [{pair[n] for pair in batch + summed} for n in (0, 1)]
-    free = [(d, None) for d in range(len(type_shape(op.operands[0]))) if d not in bound[0]]
-    free += [(None, d) for d in range(len(type_shape(op.operands[1]))) if d not in bound[1]]
-    factors = [*((*pair, out) for out, pair in enumerate([*batch, *free])), *((*pair, None) for pair in summed)]
-    return OperationDims(arrays=(0, 1, 2), factors=tuple(factors), num_batch=len(batch), num_summed=len(summed))
-
-
-def _dims_of_convolution(op: Any) -> OperationDims:
-    n = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
-    groups, batches = (ir.IntegerAttr(op.attributes[name]).value for name in ("feature_group_count", "batch_group_count"))
-    rows = (n.input_batch_dimension, None, n.output_batch_dimension)
-    if groups > 1 or batches > 1:
-        # A group is a part of a dim, which no spec can name.
-        return OperationDims(arrays=(0, 1, 2), factors=(rows,) if batches == 1 else ())
-    features = (None, n.kernel_output_feature_dimension, n.output_feature_dimension)
-    inner = (n.input_feature_dimension, n.kernel_input_feature_dimension, None)
-    return OperationDims(arrays=(0, 1, 2), factors=(rows, features, inner), num_summed=1)
-
-
-def _dims_of_window(op: Any) -> OperationDims:
-    """reduce_window has n operands, n initial values, n results; select_and_scatter an operand, a source, an initial value, a result."""
-    half = len(op.operands) // 2
-    if op.name == "stablehlo.select_and_scatter":
-        arrays, moving = (0, 1, 3), ("window_dimensions", "window_strides")
-    else:
-        arrays, moving = (*range(half), *range(2 * half, 3 * half)), ("base_dilations", "window_dilations")
-    numbers = [[*ir.DenseI64ArrayAttr(op.attributes[name])] for name in moving if name in op.attributes]
-    still = [d for d in range(len(type_shape(op.operands[0]))) if all(sizes[d] == 1 for sizes in numbers)]
-    return OperationDims(arrays=arrays, factors=tuple((d,) * len(arrays) for d in still))
-
-
-def _dims_of_pad(op: Any) -> OperationDims:
-    names = ("edge_padding_low", "edge_padding_high", "interior_padding")
-    padding = zip(*(ir.DenseI64ArrayAttr(op.attributes[name]) for name in names), strict=True)
-    still = [d for d, (low, high, inner) in enumerate(padding) if low >= 0 and high >= 0 and inner == 0]
-    return OperationDims(arrays=(0, 2), factors=tuple((d, d) for d in still))
-
-
-def _dims_of_gather(op: Any) -> OperationDims:
-    """A gather sums over the dims that the indices choose from: each device looks up what it stores, and the others have zeros."""
-    numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
-    ranks = [len(type_shape(value)) for value in (*op.operands, op.results[0])]
-    batching = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
-    of_indices = [d for d in range(ranks[1]) if d != numbers.index_vector_dim]
-    of_rows = [d for d in range(ranks[2]) if d not in numbers.offset_dims]
-    sliced = [d for d in range(ranks[0]) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
-    sizes, shape = [*ir.DenseI64ArrayAttr(op.attributes["slice_sizes"])], type_shape(op.operands[0])
-    columns = [(d, None, out) for d, out in zip(sliced, numbers.offset_dims, strict=True) if sizes[d] == shape[d]]
-    rows = [(batching.get(d), d, out) for d, out in zip(of_indices, of_rows, strict=True)]
-    chosen = [(d, None, None) for d in numbers.collapsed_slice_dims]
-    return OperationDims(arrays=(0, 1, 2), factors=(*columns, *rows, *chosen), num_columns=len(columns))
-
-
-READERS: dict[str, Callable[[Any], OperationDims]] = {
-    "stablehlo.dot_general": _dims_of_dot,
-    "stablehlo.convolution": _dims_of_convolution,
-    "stablehlo.reduce_window": _dims_of_window,
-    "stablehlo.select_and_scatter": _dims_of_window,
-    "stablehlo.pad": _dims_of_pad,
-    "stablehlo.gather": _dims_of_gather,
-}
-"""The operations that may be computed wrongly, and the functions that read their dims."""
+from jgt.sharding.partitioner.dims import Factor, OperationDims
+from jgt.sharding.partitioner.shardy import AxisGrid, Splits, SubAxis, count_parts
 
 
 def better_layouts(
     dims: OperationDims, layouts: tuple[Splits, ...], shapes: Sequence[tuple[int, ...]], grid: AxisGrid
 ) -> tuple[Splits, ...]:
     """Layouts of an operation's arrays that are computed correctly: the given ones, unless they are known to be wrong."""
+    if dims.even is not None:
+        parts = ((shapes[n][d], layouts[n][d]) for factor in dims.even for n, d in enumerate(factor) if d is not None)
+        return layouts if all(size % count_parts(axes) == 0 for size, axes in parts) else _compatible(dims, layouts, shapes)
     if dims.num_columns is not None:
         return _compatible(dims, layouts, shapes) if _looks_up_wrongly(dims, layouts) else layouts
     moves = any(layout[d] for n, layout in enumerate(layouts) for d in dims.moving(n, len(layout)))
@@ -128,7 +32,7 @@ def better_layouts(
     return _compatible(dims, layouts, shapes) if is_wrong else layouts
 
 
-def _axes(layouts: Sequence[Splits], factor: _Factor, n: int) -> tuple[SubAxis, ...]:
+def _axes(layouts: Sequence[Splits], factor: Factor, n: int) -> tuple[SubAxis, ...]:
     """The sub-axes that split a factor in array n."""
     d = factor[n]
     return () if d is None else layouts[n][d]
@@ -210,7 +114,7 @@ def _within_equal_rows(dims: OperationDims, layouts: Sequence[Splits]) -> Sequen
     return layouts
 
 
-def _reorders(grid: AxisGrid, layouts: Sequence[Splits], operand: int, batch: Sequence[_Factor], summed: Sequence[_Factor]) -> bool:
+def _reorders(grid: AxisGrid, layouts: Sequence[Splits], operand: int, batch: Sequence[Factor], summed: Sequence[Factor]) -> bool:
     """Whether the result is split by the same groups of devices as the sum, but orders the devices of a group differently.
 
     The partitioner computes a matmul for each part of the sum, in a group of devices that have the order of an operand. A result that is

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jgt
+from jgt.program import scopes
 from jgt.sharding.partitioner import avoid_faults, avoided_faults, with_faults
 from jgt.sharding.partitioner.avoid import without_faults
 
@@ -128,6 +129,7 @@ def error(name):
     sizes, fn, shapes, specs, out = CLASSES[name]
     mesh = jgt.make_mesh(sizes)
 
+    @scopes.rule()
     def laid_out(*args):
         args = [lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
         return lax.with_sharding_constraint(fn(*args), NamedSharding(mesh, out))
@@ -139,7 +141,7 @@ def error(name):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_xla_still_computes_this_wrongly_and_jgt_does_not(name):
-    avoid_faults()
+    avoid_faults(scopes.OWN)
     with with_faults():
         assert error(name) > 0.1
     with avoided_faults() as avoided:
@@ -169,6 +171,7 @@ ON_SIXTEEN = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 import jgt
+from jgt.program.scopes import OWN, rule
 from jgt.sharding.partitioner import avoid_faults, avoided_faults, with_faults
 
 mesh = jgt.make_mesh({"d": 2, "f": 2, "t": 2, "s": 2})
@@ -177,10 +180,10 @@ x, w = (jnp.asarray(np.random.default_rng(n).standard_normal((8, 8, 8), np.float
 def error(rows, kernel, result):
     split = lambda x, spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
     einsum = lambda x, w: jnp.einsum("bse,hde->bshd", x, w)
-    found = jax.jit(lambda x, w: split(einsum(split(x, rows), split(w, kernel)), result))(x, w)
+    found = jax.jit(rule()(lambda x, w: split(einsum(split(x, rows), split(w, kernel)), result)))(x, w)
     return float(jnp.max(jnp.abs(found - einsum(x, w))))
 
-avoid_faults()
+avoid_faults(OWN)
 for layout in [
     (("t", "f", "s"), ("d", "f", "s"), ("t", "f", "d")),
     ((("t", "f"), None, "s"), ("f", "d", "s"), (("t", "f"), None, None, "d")),
@@ -212,14 +215,15 @@ def test_a_program_without_faults_is_the_very_same():
         return x @ lax.with_sharding_constraint(w, NamedSharding(mesh, P("f", "t")))
 
     module = jax.jit(plain).lower(jnp.ones((8, 8)), jnp.ones((8, 8))).compiler_ir()
-    assert without_faults(module) is module
+    assert without_faults(module, "cpu") is module
 
 
 def test_the_devices_of_a_mesh_may_have_any_order():
-    avoid_faults()
+    avoid_faults(scopes.OWN)
     devices = np.array(jax.devices()[:8])[[5, 2, 7, 0, 3, 6, 1, 4]].reshape(2, 2, 2)
     mesh = jax.sharding.Mesh(devices, ("d", "f", "t"))
 
+    @scopes.rule()
     def laid_out(x, w):
         x, w = (lax.with_sharding_constraint(a, NamedSharding(mesh, s)) for a, s in ((x, P(("d", "f"), "t")), (w, P("t", "f"))))
         return lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P(("d", "f"), "t")))

@@ -1,0 +1,119 @@
+# pyright: basic
+"""The operations of a program that may be computed wrongly, with the layouts that Shardy chooses for their arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import sdy
+
+from jgt.sharding.partitioner.dims import READERS
+from jgt.sharding.partitioner.faults import better_layouts
+from jgt.sharding.partitioner.mends import Mend, mends_for
+from jgt.sharding.partitioner.shardy import AxisGrid, Splits, choose_layouts, inline_calls, meshes_of, operations, sharding_of, type_shape
+
+_NUMBER = "jgt.number"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationLayout:
+    """The layouts of an operation's arrays, as Shardy chooses them and as they should be.
+
+    number: its number among the operations that are read. arrays: the numbers of the arrays among its operands and results.
+    """
+
+    number: int
+    arrays: tuple[int, ...]
+    given: tuple[Splits, ...]
+    better: tuple[Splits, ...]
+    grid: AxisGrid
+    mesh: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class MendedOperation:
+    """An operation that needs a mend. number: its number among the operations that are read."""
+
+    number: int
+    mend: Mend
+
+
+def readable(module: Any) -> list[Any]:
+    """The operations of a module that are read, in a fixed order."""
+    return [op for op in operations(module) if op.name in READERS or mends_for(op.name, "cpu")]
+
+
+def may_have_faults(module: Any, platform: str) -> bool:
+    """Whether it is worth asking Shardy: a matmul or a gather can be wrong only where there are two axes."""
+    axes = max((sum(sdy.MeshAxisAttr(axis).size > 1 for axis in mesh.axes) for mesh in meshes_of(module).values()), default=0)
+    return axes > 0 and any(bool(mends_for(op.name, platform)) or _may_be_wrong(op, axes) for op in readable(module))
+
+
+def _may_be_wrong(op: Any, axes: int) -> bool:
+    if op.name not in READERS or op.name in ("stablehlo.dot_general", "stablehlo.gather"):
+        return op.name in READERS and axes > 1
+    dims, values = READERS[op.name](op), [*op.operands, *op.results]
+    return any(dims.moving(n, len(type_shape(values[array]))) for n, array in enumerate(dims.arrays))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A copy of a program in which Shardy has chosen the layout of each array.
+
+    copy: its module, without which MLIR would free the operations.
+    ops: the operations that are read.
+    meshes: its meshes by name.
+    """
+
+    copy: Any
+    ops: list[Any]
+    meshes: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: ir.Module) -> Self:
+        """The module is left as it is."""
+        copy = module.operation.clone()
+        inline_calls(copy)
+        meshes, integer = meshes_of(copy), ir.IntegerType.get_signless(64)
+        for number, op in enumerate(readable(copy)):
+            op.attributes[_NUMBER] = ir.IntegerAttr.get(integer, number)
+        choose_layouts(copy)
+        return cls(copy=copy, ops=readable(copy), meshes=meshes)
+
+    def layouts(self) -> list[OperationLayout]:
+        """The layouts of the operations that another layout could mend."""
+        found: list[OperationLayout] = []
+        for op in self.ops:
+            if op.name in READERS:
+                dims = READERS[op.name](op)
+                values = [[*op.operands, *op.results][n] for n in dims.arrays]
+                if (read := self._read(op, values)) is not None:
+                    given, grid, mesh = read
+                    better = better_layouts(dims, given, [type_shape(value) for value in values], grid)
+                    number = _number_of(op)
+                    found.append(OperationLayout(number=number, arrays=dims.arrays, given=given, better=better, grid=grid, mesh=mesh))
+        return found
+
+    def mended(self, platform: str) -> list[MendedOperation]:
+        """The operations that need mends on a platform."""
+        found: list[MendedOperation] = []
+        for op in self.ops:
+            if (mends := mends_for(op.name, platform)) and (read := self._read(op, [*op.operands, *op.results])) is not None:
+                found += [MendedOperation(number=_number_of(op), mend=mend) for mend in mends if mend.is_wrong(op, read[0])]
+        return found
+
+    def _read(self, op: Any, values: list[Any]) -> tuple[tuple[Splits, ...], AxisGrid, Any] | None:
+        """The layouts of values of an operation, the devices around it and its mesh; None if all are whole on every device."""
+        shardings = [sharding_of(value) for value in values]
+        mesh = next((sharding.mesh_or_ref for sharding in shardings if sharding is not None), None)
+        if mesh is None:
+            return None
+        grid = AxisGrid.around(op, self.meshes[mesh.value] if isinstance(mesh, ir.FlatSymbolRefAttr) else mesh, shardings)
+        given = tuple(grid.layout(sharding, len(type_shape(value))) for sharding, value in zip(shardings, values, strict=True))
+        return given, grid, mesh
+
+
+def _number_of(op: Any) -> int:
+    return ir.IntegerAttr(op.attributes[_NUMBER]).value
