@@ -48,7 +48,7 @@ def signals(path: Iterable[str]) -> Generator[None]:
 
 
 def rule() -> AbstractContextManager[object]:
-    """What rules ask for: a program in which something has this scope is checked for what XLA computes wrongly."""
+    """The scope of what rules ask for. A program with it is checked for what XLA computes wrongly."""
     return jax.named_scope(RULE)
 
 
