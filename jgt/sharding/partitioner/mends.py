@@ -20,7 +20,7 @@ from jaxlib.mlir.dialects import stablehlo
 
 from jgt.sharding.partitioner.shardy import Splits, type_shape
 
-_MERGES_SLICES = tuple(int(part) for part in metadata.version("jaxlib").split(".")[:2]) < (0, 11)
+_MERGES_SLICES = tuple(int(part) for part in metadata.version("jaxlib").split(".")[:2]) < (0, 12)
 """Whether XLA makes one slice of two without clamping the second (openxla/xla#49121)."""
 
 

@@ -23,7 +23,7 @@ from jgt.planner.hardware.target import Target
 from jgt.sharding.partitioner import avoided_faults, with_faults
 
 ROWS = 16
-OLD = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 11)
+OLD = tuple(map(int, metadata.version("jaxlib").split(".")[:2])) < (0, 12)
 FAR = (-20, -17, -1, 0, 3, 12, 13, 15, 16, 40)
 """Starts along the rows: far before, wrapped, inside, the last ones that fit windows of four and of one, and beyond."""
 
