@@ -18,7 +18,7 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-from jgt.sharding.partitioner.shardy import Splits, type_shape
+from jgt.sharding.partitioner.shardy import Splits, count_parts, type_shape
 
 _MERGES_SLICES = tuple(int(part) for part in metadata.version("jaxlib").split(".")[:2]) < (0, 12)
 """Whether XLA makes one slice of two without clamping the second (openxla/xla#49121)."""
@@ -28,21 +28,31 @@ _MERGES_SLICES = tuple(int(part) for part in metadata.version("jaxlib").split(".
 class Mend:
     """A form of an operation that XLA computes correctly.
 
-    fault, form: what XLA does, and what jgt writes instead, for messages. on_cpu: only XLA for CPUs needs it. sends: whether devices send
-    more. is_wrong: whether the operation needs it, by the layouts of its operands and results. apply: writes it.
+    fault, form: what XLA does, and what jgt writes instead, for messages.
+    on_cpu: only XLA for CPUs needs it.
+    sends: whether devices send more.
+    concerns: whether an operation needs it in some layout.
+    is_wrong: whether it does with these layouts of its operands and results.
+    apply: writes it.
     """
 
     fault: str
     form: str
-    on_cpu: bool
-    sends: bool
+    on_cpu: bool = False
+    sends: bool = False
+    concerns: Callable[[Any], bool]
     is_wrong: Callable[[Any, Sequence[Splits]], bool]
     apply: Callable[[Any], None]
 
 
-def mends_for(name: str, platform: str) -> tuple[Mend, ...]:
-    """The mends that operations of this name may need on a platform."""
-    return tuple(mend for mend in _MENDS.get(name, ()) if platform == "cpu" or not mend.on_cpu)
+def has_mends(name: str) -> bool:
+    """Whether operations of this name may need mends."""
+    return name in _MENDS
+
+
+def mends_for(op: Any, platform: str) -> list[Mend]:
+    """The mends that an operation needs in some layout on a platform."""
+    return [mend for mend in _MENDS.get(op.name, ()) if (platform == "cpu" or not mend.on_cpu) and mend.concerns(op)]
 
 
 def _starts(op: Any) -> tuple[int, tuple[int, ...]]:
@@ -70,19 +80,23 @@ def _number(value: Any) -> int | None:
     return None
 
 
-def _starts_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:
+def _far_starts(op: Any) -> dict[int, int]:
+    """The dims of a dynamic slice or update whose start may be too large or negative, with the largest one that fits."""
     first, sizes = _starts(op)
-    room = [total - size for total, size in zip(type_shape(op.operands[0]), sizes, strict=True)]
-    return any((layouts[0][d] or layouts[-1][d]) and _may_exceed(op.operands[first + d], most) for d, most in enumerate(room))
+    room = enumerate(total - size for total, size in zip(type_shape(op.operands[0]), sizes, strict=True))
+    return {d: largest for d, largest in room if _may_exceed(op.operands[first + d], largest)}
+
+
+def _starts_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:
+    return any(layouts[0][d] or layouts[-1][d] for d in _far_starts(op))
 
 
 def _clamp_starts(op: Any) -> None:
-    first, sizes = _starts(op)
-    for d, (size, total) in enumerate(zip(sizes, type_shape(op.operands[0]), strict=True)):
+    first, _ = _starts(op)
+    for d, largest in _far_starts(op).items():
         start = op.operands[first + d]
-        if _may_exceed(start, total - size):
-            low, high = (stablehlo.constant(_splat(start.type, n)) for n in (0, total - size))
-            op.operands[first + d] = stablehlo.clamp(low, start, high)
+        low, high = (stablehlo.constant(_splat(start.type, n)) for n in (0, largest))
+        op.operands[first + d] = stablehlo.clamp(low, start, high)
 
 
 def _scattered(op: Any) -> tuple[list[int], list[int]]:
@@ -92,19 +106,61 @@ def _scattered(op: Any) -> tuple[list[int], list[int]]:
     return [*numbers.scattered_dims_to_operand_dims], [d for d in range(len(type_shape(updates))) if d not in numbers.update_window_dims]
 
 
-def _updates_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:
-    """Whether a scatter has one window, along a split dim. XLA for CPUs reads the old numbers by a slice whose start it does not clamp."""
-    chosen, many = _scattered(op)
+def _has_one_window(op: Any) -> bool:
+    """Whether a scatter has one window. XLA for CPUs reads the old numbers by a slice whose start it does not clamp."""
     shape = type_shape(op.operands[len(op.operands) - 1])
-    return math.prod(shape[d] for d in many) == 1 and any(layouts[0][d] or layouts[-1][d] for d in chosen)
+    return math.prod(shape[d] for d in _scattered(op)[1]) == 1
+
+
+def _updates_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:
+    return any(layouts[0][d] or layouts[-1][d] for d in _scattered(op)[0])
 
 
 def _hold_operands(op: Any) -> None:
-    """Keeps the slice that makes a device's part of the operand apart from the scatter's own."""
+    """Hides from XLA how the operands were made: by a slice that it would merge with a scatter's own, or by a broadcast."""
     count = len(op.results)
     held = stablehlo.OptimizationBarrierOp(list(op.operands)[:count]).results
     for n in range(count):
         op.operands[n] = held[n]
+
+
+def _repeated_dims(value: Any, depth: int = 32) -> set[int]:
+    """The dims along which XLA may know that a value repeats itself, because it was broadcast. depth: how far back to look."""
+    op, shape = value.owner, type_shape(value)
+    if isinstance(op, ir.Block) or not shape:
+        return set()
+    if not depth:
+        return set(range(len(shape)))
+    operands = [operand for operand in op.operands if type_shape(operand)]
+    if op.name == "stablehlo.broadcast_in_dim":
+        kept = ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"])
+        return set(range(len(shape))) - {d for d, size in zip(kept, type_shape(op.operands[0]), strict=True) if size == shape[d]}
+    if op.name == "stablehlo.transpose":
+        before = _repeated_dims(operands[0], depth - 1)
+        return {d for d, source in enumerate(ir.DenseI64ArrayAttr(op.attributes["permutation"])) if source in before}
+    if op.name == "stablehlo.reshape":
+        # More dims than XLA may know.
+        return set(range(len(shape))) if operands and _repeated_dims(operands[0], depth - 1) else set()
+    if op.name not in ("stablehlo.slice", "stablehlo.pad") and any(type_shape(operand) != shape for operand in operands):
+        return set()
+    found = set(range(len(shape))) if operands else set[int]()
+    for operand in operands:
+        found &= _repeated_dims(operand, depth - 1) if found else found
+    return found
+
+
+def _reshapes_repeated(op: Any) -> bool:
+    """Whether a reshape of a repeated value changes its rank. JAX may write it as a broadcast."""
+    before, after = type_shape(op.operands[0]), type_shape(op.results[0])
+    return len(before) != len(after) and math.prod(before) == math.prod(after) and bool(_repeated_dims(op.operands[0]))
+
+
+def _reshapes_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:
+    """Whether XLA may take a dim of which each device has one element for the repeated dim beside it.
+
+    It then believes that all devices have the same, and leaves out a permutation of the elements.
+    """
+    return any(size == count_parts(axes) > 1 for size, axes in zip(type_shape(op.results[0]), layouts[1], strict=True))
 
 
 def _combines_extremes(op: Any) -> bool:
@@ -114,11 +170,11 @@ def _combines_extremes(op: Any) -> bool:
 
 
 def _reduces_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:
-    return _combines_extremes(op) and any(layouts[0][d] for d in ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
+    return any(layouts[0][d] for d in ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
 
 
 def _scatters_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:
-    return _combines_extremes(op) and any(layouts[2][d] for d in _scattered(op)[1])
+    return any(layouts[2][d] for d in _scattered(op)[1])
 
 
 def _add_nans(op: Any) -> None:
@@ -153,8 +209,7 @@ def _splat(kind: Any, number: float) -> Any:
 _CLAMP = Mend(
     fault="reads or writes elsewhere if the start is outside of a split dim",
     form="a start that is clamped first",
-    on_cpu=False,
-    sends=False,
+    concerns=lambda op: bool(_far_starts(op)),
     is_wrong=_starts_wrongly,
     apply=_clamp_starts,
 )
@@ -162,8 +217,15 @@ _HOLD = Mend(
     fault="reads another row where it updates one row of a split dim",
     form="the operand behind a barrier",
     on_cpu=True,
-    sends=False,
+    concerns=_has_one_window,
     is_wrong=_updates_wrongly,
+    apply=_hold_operands,
+)
+_FORGET = Mend(
+    fault="takes a dim of which each device has one element for one that was broadcast, and does not permute it",
+    form="the operand behind a barrier",
+    concerns=_reshapes_repeated,
+    is_wrong=_reshapes_wrongly,
     apply=_hold_operands,
 )
 _NANS = {
@@ -172,6 +234,7 @@ _NANS = {
         form="flags of NaNs beside them",
         on_cpu=True,
         sends=True,
+        concerns=_combines_extremes,
         is_wrong=is_wrong,
         apply=_add_nans,
     )
@@ -181,5 +244,7 @@ _MENDS: dict[str, tuple[Mend, ...]] = {
     "stablehlo.dynamic_slice": (_CLAMP,),
     "stablehlo.dynamic_update_slice": (_CLAMP,),
     "stablehlo.reduce": (_NANS["reduce"],),
+    "stablehlo.reshape": (_FORGET,),
+    "stablehlo.broadcast_in_dim": (_FORGET,),
     "stablehlo.scatter": (*([_HOLD] if _MERGES_SLICES else []), _NANS["scatter"]),
 }

@@ -11,10 +11,18 @@ from jaxlib.mlir.dialects import sdy
 
 from jgt.sharding.partitioner.dims import READERS
 from jgt.sharding.partitioner.faults import better_layouts
-from jgt.sharding.partitioner.mends import Mend, mends_for
-from jgt.sharding.partitioner.shardy import AxisGrid, Splits, choose_layouts, inline_calls, meshes_of, operations, sharding_of, type_shape
-
-_NUMBER = "jgt.number"
+from jgt.sharding.partitioner.mends import Mend, has_mends, mends_for
+from jgt.sharding.partitioner.shardy import (
+    NUMBER,
+    AxisGrid,
+    Splits,
+    choose_layouts,
+    inline_calls,
+    meshes_of,
+    operations,
+    sharding_of,
+    type_shape,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +50,13 @@ class MendedOperation:
 
 def readable(module: Any) -> list[Any]:
     """The operations of a module that are read, in a fixed order."""
-    return [op for op in operations(module) if op.name in READERS or mends_for(op.name, "cpu")]
+    return [op for op in operations(module) if op.name in READERS or has_mends(op.name)]
 
 
 def may_have_faults(module: Any, platform: str) -> bool:
     """Whether it is worth asking Shardy: a matmul or a gather can be wrong only where there are two axes."""
     axes = max((sum(sdy.MeshAxisAttr(axis).size > 1 for axis in mesh.axes) for mesh in meshes_of(module).values()), default=0)
-    return axes > 0 and any(bool(mends_for(op.name, platform)) or _may_be_wrong(op, axes) for op in readable(module))
+    return axes > 0 and any(_may_be_wrong(op, axes) or bool(mends_for(op, platform)) for op in readable(module))
 
 
 def _may_be_wrong(op: Any, axes: int) -> bool:
@@ -78,7 +86,7 @@ class Placed:
         inline_calls(copy)
         meshes, integer = meshes_of(copy), ir.IntegerType.get_signless(64)
         for number, op in enumerate(readable(copy)):
-            op.attributes[_NUMBER] = ir.IntegerAttr.get(integer, number)
+            op.attributes[NUMBER] = ir.IntegerAttr.get(integer, number)
         choose_layouts(copy)
         return cls(copy=copy, ops=readable(copy), meshes=meshes)
 
@@ -100,7 +108,7 @@ class Placed:
         """The operations that need mends on a platform."""
         found: list[MendedOperation] = []
         for op in self.ops:
-            if (mends := mends_for(op.name, platform)) and (read := self._read(op, [*op.operands, *op.results])) is not None:
+            if (mends := mends_for(op, platform)) and (read := self._read(op, [*op.operands, *op.results])) is not None:
                 found += [MendedOperation(number=_number_of(op), mend=mend) for mend in mends if mend.is_wrong(op, read[0])]
         return found
 
@@ -116,4 +124,4 @@ class Placed:
 
 
 def _number_of(op: Any) -> int:
-    return ir.IntegerAttr(op.attributes[_NUMBER]).value
+    return ir.IntegerAttr(op.attributes[NUMBER]).value

@@ -22,6 +22,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy, stablehlo
 from jaxlib.mlir.passmanager import PassManager
 
+NUMBER = "jgt.number"
+"""The attribute with the number of an operation, which it keeps while Shardy changes the program."""
 SubAxis = tuple[str, int, int]
 """A part of a mesh axis: its name, the number of parts before it, and its own size."""
 Splits = tuple[tuple[SubAxis, ...], ...]
@@ -97,8 +99,10 @@ def _reshape_broadcasts(broadcasts: Iterable[Any]) -> None:
     for op in broadcasts:
         if (shape := type_shape(op.operands[0])) and math.prod(shape) == math.prod(type_shape(op.results[0])):
             with ir.InsertionPoint(op):
-                new = stablehlo.ReshapeOp(op.results[0].type, op.operands[0]).result
-            op.results[0].replace_all_uses_with(new)
+                new = stablehlo.ReshapeOp(op.results[0].type, op.operands[0])
+            if NUMBER in op.attributes:
+                new.operation.attributes[NUMBER] = op.attributes[NUMBER]
+            op.results[0].replace_all_uses_with(new.result)
             op.operation.erase()
 
 

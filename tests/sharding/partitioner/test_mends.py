@@ -132,6 +132,38 @@ def test_a_nan_survives_the_extremes_of_split_rows(name, place):
     assert np.array_equal(sharded(jnp.ones(8), x), NANS[name](x), equal_nan=True)
 
 
+REPEATED = {
+    "flipped": lambda h, split: jnp.flip(jnp.broadcast_to(h, (2, *h.shape))[0], 0),
+    "flipped after a tile": lambda h, split: jnp.flip(jnp.tile(h[None], (3, 1, 1))[1], 0),
+    "flipped after an operation": lambda h, split: jnp.flip(jnp.tanh(jnp.broadcast_to(h, (2, *h.shape))[0]), 0),
+    "permuted": lambda h, split: split(jnp.broadcast_to(h, (2, *h.shape))[0]) * 2,
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_one_row_on_each_device_is_not_taken_for_a_broadcast(name):
+    out = [["tensor", "data"] if name == "permuted" else ["data", "tensor"], None]
+    rules = {"signals": {"m": {"tensors": {"out": out, "*": [["data", "tensor"], None]}}}, "default": "replicate", "inputs": []}
+    mesh = jgt.make_mesh({"data": 2, "tensor": 4})
+
+    def loss(params, x):
+        with jgt.signal.context("m"):
+            h = jgt.signal.tensor(x @ params["w"], "h")
+            out = REPEATED[name](h, lambda x: jgt.signal.tensor(x, "split"))
+            return jnp.sum(jgt.signal.tensor(out, "out") * jnp.arange(64.0).reshape(8, 8))
+
+    def errors():
+        step = jax.jit(jax.value_and_grad(jgt.shard(loss, jgt.make_rules(rules), mesh)))
+        pairs = zip(jax.tree.leaves(step(params, x)), jax.tree.leaves(jax.value_and_grad(loss)(params, x)), strict=True)
+        return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in pairs)
+
+    params, x = arrays()
+    x = x[:8]
+    with with_faults():
+        assert errors() > 1e-2
+    assert errors() < 1e-5
+
+
 def test_starts_that_fit_and_whole_windows_are_left_alone():
     def loss(params, x):
         h = x @ params["w"]
