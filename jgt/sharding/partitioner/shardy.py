@@ -88,7 +88,7 @@ def choose_layouts(module: Any) -> None:
     broadcasts, loops = [[op for op in ops if op.name == f"stablehlo.{name}"] for name in ("broadcast_in_dim", "while")]
     _reshape_broadcasts(broadcasts)
     _free_invariants(loops, next(iter(meshes_of(module))))
-    passes = PassManager.parse("builtin.module(sdy-import-pipeline,sdy-user-priority-propagate)")
+    passes = PassManager.parse("builtin.module(sdy-import-pipeline,sdy-apply-sharding-constraints,sdy-user-priority-propagate)")
     # Verifying a copy that is never compiled would take twice the time of all else.
     passes.enable_verifier(False)
     passes.run(module.operation)

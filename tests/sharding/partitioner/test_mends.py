@@ -132,6 +132,19 @@ def test_a_nan_survives_the_extremes_of_split_rows(name, place):
     assert np.array_equal(sharded(jnp.ones(8), x), NANS[name](x), equal_nan=True)
 
 
+def test_a_result_that_only_a_constraint_reads_has_its_layout():
+    rules = {"signals": {"m": {"tensors": {"x": ["data", None], "row": [["tensor", "data"]]}}}, "default": "replicate", "inputs": []}
+
+    def loss(x, k):
+        with jgt.signal.context("m"):
+            return jnp.sum(jgt.signal.tensor(jgt.signal.tensor(x, "x")[k], "row") * jnp.arange(8.0))
+
+    step = jax.jit(jax.grad(jgt.shard(loss, jgt.make_rules(rules), jgt.make_mesh({"data": 4, "tensor": 2}))))
+    _, x = arrays()
+    for k in FAR:
+        assert jnp.array_equal(step(x, jnp.int32(k)), jax.grad(loss)(x, jnp.int32(k)))
+
+
 REPEATED = {
     "flipped": lambda h, split: jnp.flip(jnp.broadcast_to(h, (2, *h.shape))[0], 0),
     "flipped after a tile": lambda h, split: jnp.flip(jnp.tile(h[None], (3, 1, 1))[1], 0),
