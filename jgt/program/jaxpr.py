@@ -179,8 +179,8 @@ def outer_operands(equation: Equation, program: Program) -> list[Atom | None]:
     """The operand of an equation that each argument of a program inside it receives.
 
     A program takes all operands (scan, jit, checkpoint, shard_map, custom derivatives) or the last of them (cond, whose
-    first operand is the branch index); the params of a while loop say which operands are whose. None where the ranks show
-    that the guess is wrong: an argument has the rank of its operand, or one less if a scan goes over it.
+    first operand is the branch index); the params of a while loop and of a linear solve say which operands are whose. None where the ranks
+    show that the guess is wrong: an argument has the rank of its operand, or one less if a scan goes over it.
     """
     invars = body(program).invars
     outer = list(equation.invars)
@@ -190,6 +190,11 @@ def outer_operands(equation: Equation, program: Program) -> list[Atom | None]:
         num_condition, num_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
         is_condition = program is equation.params["cond_jaxpr"]
         outer = outer[:num_condition] + outer[num_condition + num_body :] if is_condition else outer[num_condition:]
+    if "const_lengths" in equation.params:
+        # The operands of a linear solve are the constants of each of its programs, then the right-hand sides, which all of them take.
+        lengths, programs = equation.params["const_lengths"], equation.params["jaxprs"]
+        index = next(n for n, one in enumerate(programs) if one is program)
+        outer = outer[sum(lengths[:index]) :][: lengths[index]] + outer[sum(lengths) :]
     outer = outer[-len(invars) :] if invars else []
     if len(outer) < len(invars):
         return [None] * len(invars)

@@ -140,6 +140,16 @@ def test_the_constants_of_a_loops_condition_and_of_its_body_are_told_apart():
     assert jx.outer_operands(equation, equation.params["body_jaxpr"]) == [step, x, x]
 
 
+def test_the_constants_of_a_linear_solves_programs_are_told_apart():
+    def fn(a, b, c, x):
+        return jax.lax.custom_linear_solve(lambda y: a * y, x, lambda _, y: y / b, lambda _, y: y / c)
+
+    (equation,) = jx.body(jax.make_jaxpr(fn)(X, X, X, X)).eqns
+    a, b, c, x = dict.fromkeys(equation.invars)
+    found = [jx.outer_operands(equation, program) for program in jx.subprograms(equation)]
+    assert found == [[a, x], [a, x], [b, x], [c, x]]
+
+
 def test_a_loops_condition_makes_none_of_its_results():
     """The loop carries one value, and so has one result, like its condition."""
     program, _ = jx.trace(lambda x: jax.lax.while_loop(lambda c: c < 3, lambda c: c, x), X)
