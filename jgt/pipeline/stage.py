@@ -261,15 +261,18 @@ def _zeros_of(shape: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(shape.shape, shape.dtype)
 
 
+def _start(buffer: jax.Array, index: tuple[Integers, ...]) -> list[jax.Array]:
+    """The first element of buffer[index], in one type: where x64 is enabled, Python's integers are of another than the table's."""
+    return [jnp.asarray(i, jnp.int32) for i in (*index, *(0,) * (buffer.ndim - len(index)))]
+
+
 def _at(buffer: jax.Array, *index: Integers) -> jax.Array:
     """buffer[index], where the index may be traced."""
     # dynamic_slice keeps the indexed dims, with the size 1. The reshape drops them.
     num = len(index)
-    start = [*index, *(0,) * (buffer.ndim - num)]
-    return jax.lax.dynamic_slice(buffer, start, (*(1,) * num, *buffer.shape[num:])).reshape(buffer.shape[num:])
+    return jax.lax.dynamic_slice(buffer, _start(buffer, index), (*(1,) * num, *buffer.shape[num:])).reshape(buffer.shape[num:])
 
 
 def _put(buffer: jax.Array, value: jax.Array, *index: Integers) -> jax.Array:
     """The buffer with buffer[index] replaced, where the index may be traced."""
-    start = [*index, *(0,) * (buffer.ndim - len(index))]
-    return jax.lax.dynamic_update_slice(buffer, value.astype(buffer.dtype)[(None,) * len(index)], start)
+    return jax.lax.dynamic_update_slice(buffer, value.astype(buffer.dtype)[(None,) * len(index)], _start(buffer, index))

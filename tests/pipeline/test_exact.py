@@ -3,10 +3,12 @@
 import copy
 import itertools
 
+import jax
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models import RULES, assert_exact, assert_trained, case, decoder_loss, make_batch, make_params, mesh_of
+from models import RULES, assert_close, assert_exact, assert_trained, case, decoder_loss, make_batch, make_params, mesh_of
 
 from jgt.schedule.schedules import SCHEDULES
 
@@ -145,6 +147,15 @@ def test_one_stage_is_a_pipeline_too(decoder, options):
 @pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "zb_interleaved", "virtual": 1}], ids=str)
 def test_one_layer_for_each_stage(decoder, options):
     assert_trained(decoder(4), mesh_of(stage=4, tensor=2), **options)
+
+
+def test_a_pipeline_where_x64_is_enabled():
+    with jax.enable_x64(True):
+        wide = case(decoder_loss, jax.tree.map(np.float64, make_params()), make_batch())
+        value, gradients = wide.derivatives(wide.pipelined(mesh_of(stage=2, data=2), schedule="zb"))
+        assert gradients["embed"].dtype == np.float64
+        np.testing.assert_allclose(value, wide.expected[0], rtol=1e-12)
+        assert_close(gradients, wide.expected[1], 1e-12)
 
 
 def one_by_one(stages, backward):
