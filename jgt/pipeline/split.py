@@ -29,7 +29,7 @@ from jgt.pipeline.config import PipelineConfig
 from jgt.pipeline.whole_program import DATA, LAYERS, PARAMS, SplitError, WholeProgram, argument_marks, dissolves, layer_scan
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Program, Var
-from jgt.program.parts import Flat, Part, dependency_bits, extract_part, flatten
+from jgt.program.parts import Flat, Part, dependency_bits, extract_part, flatten, part_for, separate
 from jgt.program.peel import peeled
 from jgt.program.places import Place, place_of
 from jgt.program.reads import narrow_reads
@@ -252,8 +252,8 @@ class _Splitter:
 
         needed: dict[Var, None] = dict.fromkeys(_variables(outputs))
         for equation in reversed(self.flat.eqns):
-            if any(v in needed and not elsewhere(v) for v in equation.outvars):
-                needed.update((a, None) for a in _variables(equation.invars))
+            if own := part_for(equation, {v for v in equation.outvars if v in needed and not elsewhere(v)}):
+                needed.update((a, None) for a in _variables(own.invars))
         return [var for var in needed if elsewhere(var)]
 
     def _of(self, var: Var) -> int:
@@ -274,7 +274,7 @@ class _Splitter:
 
     def _origin(self, var: Var) -> int | None:
         """The index of the parameter that a value is, perhaps cast or scaled."""
-        makers = {v: e for e in self.flat.eqns for v in e.outvars}
+        makers = {v: part for e in self.flat.eqns for part in separate(e) for v in part.outvars}
         while var in makers:
             same = [a for a in _variables(makers[var].invars) if jx.shape_of(a) == jx.shape_of(var)]
             others = [a for a in _variables(makers[var].invars) if jx.shape_of(a) not in (jx.shape_of(var), ())]

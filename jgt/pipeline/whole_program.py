@@ -15,7 +15,7 @@ from jgt.pipeline.batch import Extent, Growth, needed_variables
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import random_draws
 from jgt.program.jaxpr import Equation, Program, Var
-from jgt.program.parts import Flat, Part, dependency_bits
+from jgt.program.parts import Flat, Part, dependency_bits, part_for
 from jgt.program.places import Place, place_of
 
 
@@ -100,7 +100,8 @@ class WholeProgram:
             # Without parameters it is a value of inputs, and without inputs or layers one of parameters: both are computed outside.
             if not (bits & PARAMS and bits & (DATA | LAYERS)):
                 continue
-            equation = self.flat.eqns[self.maker[var]]
+            equation = part_for(self.flat.eqns[self.maker[var]], {var})
+            assert equation
             extent = self.growth.of(var)
             # Here rows end: the equation reads values with rows, or is the scan, and its result has none.
             if equation is self._scan or any(self.growth.of(a).rows for a in equation.invars):

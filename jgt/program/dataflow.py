@@ -11,7 +11,7 @@ from jax.interpreters import partial_eval
 
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program, Var
-from jgt.program.parts import Flat, Part, dependency_bits, flatten
+from jgt.program.parts import Flat, Part, dependency_bits, flatten, part_for, separate
 
 
 def live(program: Program) -> Program:
@@ -63,8 +63,8 @@ def nonlinear_source(part: Part, variables: Collection[Var]) -> str:
     reached = dependency_bits(flat, given)
     needed: set[Var] = {a for a in flat.outvars[:1] if jx.is_var(a)}
     for equation in reversed(flat.eqns):
-        if any(v in needed for v in equation.outvars):
-            needed.update(a for a in equation.invars if jx.is_var(a))
+        if own := part_for(equation, needed):
+            needed.update(a for a in own.invars if jx.is_var(a))
     for equation in flat.eqns:
         operands = list(dict.fromkeys(a for a in equation.invars if jx.is_var(a)))
         by = [a for a in operands if reached.get(a) and jx.is_real(a)]
@@ -117,7 +117,9 @@ def _reaches(program: Program, index: int, is_end: Callable[[Equation], bool], i
                     continue
                 if is_end_inside(outer, var) or _reaches(inner, i, is_end, is_end_inside):
                     return True
-        reached.update(equation.outvars)
+        for part in separate(equation):
+            if any(jx.is_var(a) and a in reached for a in part.invars):
+                reached.update(part.outvars)
     return False
 
 

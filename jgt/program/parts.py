@@ -129,9 +129,9 @@ def extract_part(flat: Flat, outputs: Sequence[Atom], known: Collection[Var] = (
     needed = {a for a in outputs if jx.is_var(a)}
     eqns: list[Equation] = []
     for equation in reversed(flat.eqns):
-        if any(v in needed and v not in available for v in equation.outvars):
-            eqns.append(equation)
-            needed.update(a for a in equation.invars if jx.is_var(a))
+        if own := part_for(equation, {v for v in equation.outvars if v in needed and v not in available}):
+            eqns.append(own)
+            needed.update(a for a in own.invars if jx.is_var(a))
     # In the order of the program, not of their use, so that equal parts have equal signatures.
     inputs = tuple(v for v in dict.fromkeys([*flat.invars, *known]) if v in needed)
     consts = [v for v in flat.consts if v in needed and v not in available]
@@ -146,9 +146,30 @@ def dependency_bits(flat: Flat, sources: Mapping[Var, int], equations: Mapping[i
     """
     reached = dict(sources)
     for index, equation in enumerate(flat.eqns):
-        bits = (equations or {}).get(index, 0)
-        for atom in equation.invars:
-            if jx.is_var(atom):
-                bits |= reached.get(atom, 0)
-        reached.update(dict.fromkeys(equation.outvars, bits))
+        for part in separate(equation):
+            bits = (equations or {}).get(index, 0)
+            for atom in part.invars:
+                if jx.is_var(atom):
+                    bits |= reached.get(atom, 0)
+            reached.update(dict.fromkeys(part.outvars, bits))
     return reached
+
+
+def passes_on(equation: Equation) -> bool:
+    """Whether each result of an equation is the operand in its place, unchanged."""
+    return equation.primitive.name in ("device_put", "optimization_barrier")
+
+
+def separate(equation: Equation) -> list[Equation]:
+    """The equation as several that need nothing of each other: one for each value that it passes on, otherwise itself."""
+    return [part for var in equation.outvars if (part := part_for(equation, {var}))] if passes_on(equation) else [equation]
+
+
+def part_for(equation: Equation, results: Collection[Var]) -> Equation | None:
+    """The equation with only the operands that these of its results depend on; None if it has none of these results."""
+    which = [n for n, var in enumerate(equation.outvars) if var in results]
+    if not which or not passes_on(equation):
+        return equation if which else None
+    # Its params have an element for each operand.
+    params = {key: tuple(value[n] for n in which) for key, value in equation.params.items()}
+    return equation.replace(invars=[equation.invars[n] for n in which], outvars=[equation.outvars[n] for n in which], params=params)

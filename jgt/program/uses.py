@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program, Var
+from jgt.program.parts import separate
 from jgt.program.places import Place, place_of
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -87,8 +84,8 @@ def parameter_uses(program: Program, num_parameters: int) -> list[Use]:
 
 
 def _follow(program: Program, around: Place, trails: _Trails, consumers: list[set[_Consumer]]) -> None:
-    for equation in jx.body(program).eqns:
-        followed = _union(trails[a] for a in equation.invars if jx.is_var(a) and a in trails)
+    for equation in (part for one in jx.body(program).eqns for part in separate(one)):
+        followed = set[_Trail]().union(*(trails[a] for a in equation.invars if jx.is_var(a) and a in trails))
         if not followed:
             continue
         place = place_of(equation, around)
@@ -123,7 +120,7 @@ def _meets(equation: Equation, trails: _Trails) -> tuple[bool, bool]:
             origins.add(frozenset(trail.index for trail in operand))
     is_foreign = frozenset() in origins
     # Either several parameters meet each other, or one of them meets an array without a trail.
-    meets = has_arrays and (len(_union(origins)) > 1 or (is_foreign and len(origins) > 1))
+    meets = has_arrays and (len(frozenset[int]().union(*origins)) > 1 or (is_foreign and len(origins) > 1))
     return meets, meets or is_foreign
 
 
@@ -183,10 +180,6 @@ def _follow_into(equation: Equation, inner: Program, place: Place, trails: _Trai
             stacked = (None,) * (len(jx.shape_of(outer)) - len(jx.shape_of(var)))
             trails.setdefault(outer, set()).update(replace(trail, dims=stacked + trail.dims) for trail in inside[var])
     return True
-
-
-def _union(sets: Iterable[AbstractSet[_T]]) -> set[_T]:
-    return {item for one in sets for item in one}
 
 
 def _use(consumers: set[_Consumer]) -> Use:

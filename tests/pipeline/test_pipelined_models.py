@@ -115,6 +115,21 @@ def test_layers_are_made_of_anything(loss, options):
     assert_trained(case(loss, make_params(5)), mesh_of(**SIZES), **options)
 
 
+# -- how layers are scanned ---------------------------------------------------------------------------------------
+
+
+def test_weight_gradients_wait_behind_a_barrier_of_their_own():
+    """The cotangent of an activation does not depend on the gradient of the weights, though both pass the barrier of the layer."""
+
+    def layer(x, weights):
+        return mlp(*jax.lax.optimization_barrier((x, weights)))
+
+    def loss(params, batch):
+        return loss_of(params, run_layers(params, embed(params, batch), layer), batch)
+
+    assert_trained(case(loss), mesh_of(**SIZES), schedule="zb")
+
+
 # -- what is saved ------------------------------------------------------------------------------------------------
 
 
@@ -218,6 +233,11 @@ def test_layers_are_stored_by_stage_where_each_stage_runs_as_many_neighbours():
     assert places_of(6, schedule="zigzag", virtual=None) == by_columns | ends
     assert places_of(6, schedule="interleaved", virtual=3) == by_columns | ends
     assert places_of(5) == by_columns | ends
+
+    def behind_a_barrier(params, batch):
+        return decoder_loss(*jax.lax.optimization_barrier((params, batch)))
+
+    assert places_of(4, loss=behind_a_barrier) == by_stage | ends
 
 
 def test_initial_parameters_are_the_same_on_every_mesh():

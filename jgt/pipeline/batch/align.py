@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from jgt.pipeline.batch.extent import constant_extent
 from jgt.pipeline.batch.growth import AlignmentError, Growth, batch_sizes
 from jgt.pipeline.batch.primitives import runs_programs
-from jgt.pipeline.batch.rows import names
+from jgt.pipeline.batch.rows import SIZE_PARAMS, names
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation
 from jgt.program.parts import Flat
@@ -84,7 +84,7 @@ class _Comparison:
         # if the ranks are the same.
         for key, value in equation.params.items():
             other = twin.params.get(key)
-            are_numbers = isinstance(value, int | float) and isinstance(other, int | float)
+            are_numbers = isinstance(value, int | float) and isinstance(other, int | float) and key not in SIZE_PARAMS
             if are_numbers and repr(value) != repr(other) and _ranks(equation) == _ranks(twin):
                 raise self._error(equation, f"has {key}={value} in one of them and {other} in the other")
 

@@ -13,7 +13,7 @@ from jgt.pipeline.batch.growth import AlignmentError, Growth
 from jgt.pipeline.batch.walk import growth_of
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Program, Var
-from jgt.program.parts import Flat, flatten
+from jgt.program.parts import Flat, flatten, part_for
 
 
 def joined_results(program: Program, larger: Program, *, ratio: float, num_params: int) -> list[Extent]:
@@ -47,8 +47,8 @@ def needed_variables(flat: Flat, outputs: Iterable[Atom]) -> set[Var]:
     """The variables that some outputs are computed from, including the ones inside of loops and branches."""
     needed = set(filter(jx.is_var, outputs))
     for equation in reversed(flat.eqns):
-        if any(var in needed for var in equation.outvars):
-            needed.update(filter(jx.is_var, equation.invars), *map(_inside, jx.subprograms(equation)))
+        if own := part_for(equation, needed):
+            needed.update(filter(jx.is_var, own.invars), *map(_inside, jx.subprograms(equation)))
     return needed
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jgt.pipeline.batch import slices
 from jgt.pipeline.batch.indexing import index_rows
 from jgt.pipeline.batch.row_rules import RULES
 from jgt.pipeline.batch.rows import (
@@ -26,21 +27,21 @@ from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation
 from jgt.program.kernels import kernel_of
 
-CORE_DIMS = {
-    # The number of last dims that a primitive works on; it treats the dims in front of them independently.
-    **dict.fromkeys(names("bitcast_convert_type random_bits random_seed random_split random_unwrap random_wrap"), 0),
-    **dict.fromkeys(
-        names("cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd triangular_solve tridiagonal"), 2
-    ),
-    "lu_pivots_to_permutation": 1,
-    "tridiagonal_solve": 2,
+CORE_DIMS: dict[str, tuple[int, ...]] = {
+    # The number of last dims of each operand (or of all) that a primitive works on; it treats the dims in front of them independently.
+    **dict.fromkeys(names("bitcast_convert_type random_bits random_seed random_split random_unwrap random_wrap"), (0,)),
+    **dict.fromkeys(names("cholesky eig eigh geqrf hessenberg lu qr schur svd symmetric_product triangular_solve tridiagonal"), (2,)),
+    **dict.fromkeys(names("geqp3 householder_product"), (2, 1)),
+    "lu_pivots_to_permutation": (1,),
+    "ormqr": (2, 1, 2),
+    "tridiagonal_solve": (1, 1, 1, 2),
 }
 _MAKERS = names("broadcast_in_dim empty iota random_bits random_gamma random_split rng_bit_generator")
 """Primitives that may make rows out of operands without rows. The new rows are equal, counted or random."""
 
 _CALLS = names(
     "jit pjit closed_call core_call checkpoint remat remat2 custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_partitioning "
-    "scan while cond shard_map composite xla_metadata_call"
+    "scan while cond shard_map composite xla_metadata_call custom_linear_solve custom_vmap_call"
 )
 
 
@@ -55,7 +56,7 @@ def result_rows(equation: Equation, twin: Equation, operand_rows: OperandRows, n
     name = equation.primitive.name
     grown = [grown_dim(a, b, num_rows) for a, b in zip(equation.outvars, twin.outvars, strict=True)]
     if not any(operand_rows):
-        return _made_rows(equation, twin, grown)
+        return _made_rows(equation, twin, grown, num_rows)
     kernel = kernel_of(name)
     if kernel is not None and kernel.keeps_rows:
         return _kernel_rows(name, operand_rows, grown)
@@ -72,14 +73,19 @@ def result_rows(equation: Equation, twin: Equation, operand_rows: OperandRows, n
     return [None if dim is None else rows for rows, dim in zip(results, grown, strict=True)]
 
 
-def _made_rows(equation: Equation, twin: Equation, grown: Sequence[int | None]) -> list[Rows | None]:
+def _made_rows(equation: Equation, twin: Equation, grown: Sequence[int | None], num_rows: tuple[int, int]) -> list[Rows | None]:
     """The rows of results whose operands have none, as in jnp.ones(batch_size)."""
     name = equation.primitive.name
     if all(dim is None for dim in grown):
         refuse_params(equation, twin, has_rows=False)
         return [None] * len(grown)
+    if name == "tile":
+        return [slices.tiled_rows(equation, twin, num_rows)]
     if name not in _MAKERS:
-        raise MixingError(f"{name} takes as many rows as the batch has from something that is not the batch")
+        raise MixingError(
+            f"{name} takes as many rows as the batch has from something that is not the batch. Pass them as an input, or make "
+            "one for all rows by jnp.broadcast_to"
+        )
     # iota along the rows counts them; along another dim, all rows are equal.
     counts = name == "iota" and equation.params["dimension"] == grown[0]
     return [None if dim is None else Rows(dim, 0, "place" if counts else "") for dim in grown]
@@ -102,11 +108,26 @@ def _elementwise(equation: Equation, twin: Equation, operand_rows: OperandRows) 
 def _leading_rows(equation: Equation, twin: Equation, operand_rows: OperandRows) -> Rows:
     """The rows of a primitive that works on the last dims, such as a matrix decomposition for each row."""
     name = equation.primitive.name
-    num_last = len(equation.params["fft_lengths"]) if name == "fft" else CORE_DIMS[name]
-    for atom, rows in zip(equation.invars, operand_rows, strict=True):
-        if rows and rows.dim >= len(jx.shape_of(atom)) - num_last:
+    core = (len(equation.params["fft_lengths"]),) if name == "fft" else CORE_DIMS[name]
+    for n, (atom, rows) in enumerate(zip(equation.invars, operand_rows, strict=True)):
+        if rows and rows.dim >= len(jx.shape_of(atom)) - core[min(n, len(core) - 1)]:
             raise MixingError(f"{name} works along the rows of the batch")
     return common_rows(equation, operand_rows)
 
 
-_RULES = {**RULES, **dict.fromkeys(jx.ELEMENTWISE, _elementwise), **dict.fromkeys([*CORE_DIMS, "fft"], _leading_rows)}
+def _column_rows(equation: Equation, twin: Equation, operand_rows: OperandRows) -> Rows:
+    """The rows of the last operand, whose columns a matrix is applied to one by one; from the right, it is applied to its rows."""
+    *matrix, columns = operand_rows
+    is_left = equation.params.get("left_side", equation.params.get("left", True))
+    worked_on = len(jx.shape_of(equation.invars[-1])) - (2 if is_left else 1)
+    if any(matrix) or not columns or columns.dim == worked_on:
+        return _leading_rows(equation, twin, operand_rows)
+    return common_rows(equation, operand_rows)
+
+
+_RULES = {
+    **RULES,
+    **dict.fromkeys(jx.ELEMENTWISE, _elementwise),
+    **dict.fromkeys([*CORE_DIMS, "fft"], _leading_rows),
+    **dict.fromkeys(names("ormqr triangular_solve tridiagonal_solve"), _column_rows),
+}

@@ -12,7 +12,17 @@ from collections.abc import Callable, Sequence
 
 from jgt.pipeline.batch import slices
 from jgt.pipeline.batch.indexing import gather, scatter
-from jgt.pipeline.batch.rows import MixingError, OperandRows, Rows, common_copies, common_rows, names, refuse_columns, refuse_indices
+from jgt.pipeline.batch.rows import (
+    MixingError,
+    OperandRows,
+    Rows,
+    common_copies,
+    common_rows,
+    names,
+    refuse_columns,
+    refuse_indices,
+    size_of,
+)
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation
 
@@ -23,6 +33,11 @@ def _reshape(equation: Equation, twin: Equation, operand_rows: OperandRows) -> R
     rows = operand_rows[0]
     assert rows
     old, new = jx.shape_of(equation.invars[0]), jx.shape_of(equation.outvars[0])
+    order: Sequence[int] | None = equation.params["dimensions"]
+    if order is not None:
+        # The dims are transposed first.
+        refuse_columns(rows)
+        old, rows = tuple(old[d] for d in order), rows.at(list(order).index(rows.dim))
     # The dim that grows is the dim of the rows. Without one, no result has rows and `result_rows` drops the answer.
     dim = next((d for d, (m, n) in enumerate(zip(new, jx.shape_of(twin.outvars[0]), strict=True)) if m != n), 0)
     if rows.is_index:
@@ -31,11 +46,12 @@ def _reshape(equation: Equation, twin: Equation, operand_rows: OperandRows) -> R
             refuse_indices("reshape", operand_rows)
         refuse_columns(rows)
         return rows.at(dim)
-    if not rows.copies:
-        return rows.at(dim)
     # Dims in front of the rows' dim repeat all rows, exactly as copies inside the dim do. A reshape keeps the order of the elements,
     # so the total number of repetitions stays the same; it is only divided differently between dims in front and copies inside.
-    repetitions, in_front = math.prod(old[: rows.dim]) * rows.copies, math.prod(new[:dim])
+    repetitions, in_front = math.prod(old[: rows.dim]) * (rows.copies or 1), math.prod(new[:dim])
+    # Equal rows fit any order, but not once each of them is several neighbouring elements.
+    if not rows.copies and (repetitions, old[rows.dim]) == (in_front, new[dim]):
+        return rows.at(dim)
     behind = math.prod(new[dim + 1 :])
     copies, remainder = divmod(repetitions, in_front)
     # Groups of neighbouring rows are fine (they are in one microbatch), but not across the end of a copy: there, at an odd
@@ -88,6 +104,13 @@ def _reduce(equation: Equation, twin: Equation, operand_rows: OperandRows) -> Ro
     return None if rows.dim in dims else _without_dims(rows, dims)
 
 
+def _collective(equation: Equation, twin: Equation, operand_rows: OperandRows) -> list[Rows | None]:
+    """A psum, say, over the axis of a jax.vmap, which is a reduction; over a mesh axis, the devices may have other rows."""
+    if any(isinstance(axis, str) for axis in equation.params["axes"]):
+        raise MixingError(f"{equation.primitive.name} combines what devices have, which may be rows of the batch")
+    return [_reduce(equation, twin, [rows]) if rows else None for rows in operand_rows]
+
+
 def _along(equation: Equation, twin: Equation, operand_rows: OperandRows) -> Rows:
     """A primitive that combines the elements of some dims, such as a sort."""
     dims = _named_dims(equation)
@@ -124,9 +147,14 @@ def _dot(equation: Equation, twin: Equation, operand_rows: OperandRows) -> Rows 
 def _convolution(equation: Equation, twin: Equation, operand_rows: OperandRows) -> Rows:
     numbers, (image, kernel) = equation.params["dimension_numbers"], operand_rows[:2]
     refuse_indices("conv_general_dilated", operand_rows)
-    if image is None or kernel or image.dim != numbers.lhs_spec[0] or equation.params["batch_group_count"] != 1:
-        raise MixingError("it is a convolution over the rows of the batch")
-    return image.at(numbers.out_spec[0])
+    # The groups of features are as large at every batch size, so a row that has kernels of its own has groups of its own.
+    sizes = [size_of(e.invars[0], numbers.lhs_spec[1]) // e.params["feature_group_count"] for e in (equation, twin)]
+    if image is not None and sizes[0] == sizes[1] and equation.params["batch_group_count"] == 1:
+        if kernel is None and image.dim == numbers.lhs_spec[0]:
+            return image.at(numbers.out_spec[0])
+        if kernel is not None and (image.dim, kernel.dim) == (numbers.lhs_spec[1], numbers.rhs_spec[0]):
+            return Rows(numbers.out_spec[1], common_copies("conv_general_dilated", operand_rows))
+    raise MixingError("it is a convolution over the rows of the batch")
 
 
 _SINGLE_ROW_WINDOW = {"window_dimensions": 1, "window_strides": 1, "base_dilation": 1, "window_dilation": 1, "padding": (0, 0)}
@@ -153,6 +181,7 @@ _WINDOWS = "reduce_window reduce_window_sum reduce_window_max reduce_window_min 
 
 RULES: dict[str, RowRule] = {
     **dict.fromkeys(names(_REDUCTIONS), _reduce),
+    **dict.fromkeys(names("pmax pmin psum"), _collective),
     **dict.fromkeys(names("approx_top_k cumsum cumprod cummax cummin cumlogsumexp rev sort top_k"), _along),
     **dict.fromkeys(names("slice split"), slices.constant_slice),
     **dict.fromkeys(names("dynamic_slice dynamic_update_slice"), slices.computed_slice),
@@ -164,7 +193,6 @@ RULES: dict[str, RowRule] = {
     "conv_general_dilated": _convolution,
     "dot_general": _dot,
     "gather": gather,
-    "optimization_barrier": lambda equation, twin, operand_rows: list(operand_rows),
     "pad": slices.pad,
     "reshape": _reshape,
     "stack": _stack,

@@ -132,7 +132,7 @@ def merged_rows(a: Rows, b: Rows) -> Rows:
     return Rows(a.dim, max(a.copies, b.copies), "lost" if a.is_index or b.is_index else "")
 
 
-_SIZE_PARAMS = names("shape new_sizes limit_indices start_indices slice_sizes sizes sharding out_sharding")
+SIZE_PARAMS = names("shape new_sizes limit_indices start_indices slice_sizes sizes sharding out_sharding feature_group_count")
 """Params that depend on the batch size because the rows' dim is among them. The rules check their other dims."""
 
 
@@ -140,7 +140,7 @@ def refuse_params(equation: Equation, twin: Equation, *, has_rows: bool) -> None
     """Raises MixingError if a param depends on the batch size: x ** batch_size has its exponent in a param."""
     for key, value in equation.params.items():
         # Functions and programs cannot be compared here. The walk enters programs.
-        if (has_rows and key in _SIZE_PARAMS) or not (_is_plain(value) and _is_plain(twin.params.get(key))):
+        if (has_rows and key in SIZE_PARAMS) or not (_is_plain(value) and _is_plain(twin.params.get(key))):
             continue
         # Compared as text, because nan != nan.
         if repr(value) != repr(twin.params[key]):

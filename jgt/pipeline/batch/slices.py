@@ -118,3 +118,14 @@ def tile(equation: Equation, twin: Equation, operand_rows: OperandRows) -> Rows:
     """A dim is repeated. Where it is the rows' own dim, the result has copies of the rows."""
     rows = common_rows(equation, operand_rows)
     return Rows(rows.dim, rows.copies * int(equation.params["reps"][rows.dim]))
+
+
+def tiled_rows(equation: Equation, twin: Equation, num_rows: tuple[int, int]) -> Rows:
+    """The rows of a tile that repeats something without rows as often as the batch has rows, or a multiple of it."""
+    dim = next(d for d, (m, n) in enumerate(zip(equation.params["reps"], twin.params["reps"], strict=True)) if m != n)
+    if size_of(equation.invars[0], dim) == 1:
+        return Rows(dim, 0)
+    # Several elements for each row: a microbatch has the same only if each row begins with the first of them.
+    if equation.params["reps"][dim] % num_rows[0] or twin.params["reps"][dim] % num_rows[1]:
+        raise MixingError("tile repeats something that is not the batch, and gives the rows of the batch different parts of it")
+    return Rows(dim)

@@ -20,7 +20,7 @@ from jgt.pipeline.batch.primitives import result_rows, runs_programs
 from jgt.pipeline.batch.rows import MixingError, Rows, differs_in_shape
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Program, Var
-from jgt.program.parts import Flat
+from jgt.program.parts import Flat, passes_on
 from jgt.program.places import Place, place_of
 
 
@@ -72,7 +72,7 @@ class _Walk:
         if is_trusted:
             operands = [INDEPENDENT if e.problem and not jx.is_var(a) else e for a, e in zip(equation.invars, operands, strict=True)]
         try:
-            results = self._region(equation, twin, operands, place) if runs_programs(equation) else self._simple(equation, twin, operands)
+            results = self._results(equation, twin, operands, place)
         except MixingError as error:
             results = _refused(equation, twin, self._located(error))
         # A problem from before the trusted signal remains one.
@@ -82,6 +82,12 @@ class _Walk:
         for var, extent in zip(equation.outvars, results, strict=True):
             if not jx.is_dropped(var):
                 growth.extents[var] = extent
+
+    def _results(self, equation: Equation, twin: Equation, operands: Sequence[Extent], place: Place) -> list[Extent]:
+        """The extents of an equation's results. Raises MixingError."""
+        if runs_programs(equation):
+            return self._region(equation, twin, operands, place)
+        return list(operands) if passes_on(equation) else self._simple(equation, twin, operands)
 
     def _simple(self, equation: Equation, twin: Equation, operands: Sequence[Extent]) -> list[Extent]:
         """The extents of the results of an equation without programs. Raises MixingError."""

@@ -1,9 +1,12 @@
 """Small programs are recognised as sums over their batch, as means, or as neither."""
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.lax.linalg import householder_product, triangular_solve, tridiagonal_solve
+from jax.scipy.sparse.linalg import cg
 
 from jgt.pipeline import batch
 from jgt.pipeline.batch.derivatives import cotangent_extent, is_gradient_extent
@@ -116,7 +119,44 @@ ROWS = {
     "by place": (lambda x, w: x[jnp.arange(len(x)), x[:, 0].astype(int)], Rows(0)),
     "into their place": (lambda x, w: x.at[jnp.arange(len(x)), x[:, 0].astype(int)].set(0.0), Rows(0)),
     "of a table": (lambda x, w: w[x.astype(int)], Rows(0)),
+    "a weight for each row": (lambda x, w: jnp.tile(w[None], (len(x), 2)), Rows(0, 0)),
+    "several entries for each row": (lambda x, w: jnp.tile(w, len(x)), Rows(0)),
+    "tiled rows": (lambda x, w: jnp.tile(x, (2, 1)), Rows(0, 2)),
+    "another dim tiled": (lambda x, w: jnp.tile(x, (1, 2)), Rows(0)),
+    "equal rows, one after the other": (lambda x, w: jnp.broadcast_to(w, x.shape).reshape(-1), Rows(0)),
+    "a reshape that transposes": (lambda x, w: jax.lax.reshape(x, (x.size,), dimensions=(1, 0)), Rows(0, 3)),
+    "rows behind a barrier": (lambda x, w: jax.lax.optimization_barrier((x, w))[0], Rows(0)),
+    "a weight behind a barrier": (lambda x, w: jax.lax.optimization_barrier((x, w))[1], None),
+    "a weight that is put elsewhere": (lambda x, w: jax.device_put((x, w))[1], None),
+    "a matrix of each row": (lambda x, w: jnp.linalg.solve(covariances(x), x[..., None]), Rows(0)),
+    "an inverse of each row": (lambda x, w: jnp.linalg.inv(covariances(x)), Rows(0)),
+    "a determinant of each row": (lambda x, w: jnp.linalg.slogdet(covariances(x))[1], Rows(0)),
+    "rows in a weight's system": (lambda x, w: jnp.linalg.solve(jnp.diag(w), x.T), Rows(1)),
+    "rows in a triangle from the right": (lambda x, w: triangular_solve(jnp.diag(w), x), Rows(0)),
+    "rows in a band": (lambda x, w: tridiagonal_solve(w, w, w, x.T), Rows(1)),
+    "a band of each row": (lambda x, w: tridiagonal_solve(x, x, x, x[..., None]), Rows(0)),
+    "reflections of each row": (lambda x, w: householder_product(x[..., None], x[:, :1]), Rows(0)),
+    "a system of each row, by iterations": (lambda x, w: jax.vmap(lambda row: cg(lambda y: y * w**2, row, maxiter=3)[0])(x), Rows(0)),
+    "a kernel of each row": (lambda x, w: jax.vmap(lambda row: jnp.convolve(row, row, mode="same"))(x), Rows(0)),
+    "collectives over a mapped dim": (lambda x, w: over_columns(lambda c: c - jax.lax.pmean(c, "i") + jax.lax.pmax(c, "i"), x), Rows(0)),
+    "a rule of its own for vmap": (lambda x, w: doubled(x), Rows(0)),
 }
+
+
+def covariances(x):
+    return x[:, :, None] * x[:, None] + jnp.eye(3)[None]
+
+
+def over_columns(fn, x):
+    return jax.vmap(fn, in_axes=1, out_axes=1, axis_name="i")(x)
+
+
+@jax.custom_batching.custom_vmap
+def doubled(x):
+    return 2 * x
+
+
+doubled.def_vmap(lambda size, batched, x: (2 * x, batched[0]))
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -124,6 +164,37 @@ def test_rows(name):
     fn, rows = ROWS[name]
     found = extent_of(fn)
     assert (found.rows, found.problem) == (rows, "")
+
+
+MIXED = {
+    "equal rows in columns": lambda x, w: jnp.broadcast_to(w, x.shape).reshape(-1).reshape(3, -1),
+    "equal rows of several entries in two copies": lambda x, w: jnp.tile(x[:, 0], 2) + jnp.broadcast_to(w[:2], (len(x), 2)).reshape(-1),
+    "a reshape that transposes, and back": lambda x, w: jax.lax.reshape(x, (x.size,), dimensions=(1, 0)).reshape(x.shape),
+    "half of a weight for each row": lambda x, w: jnp.tile(w[:2], len(x) // 2),
+    "several entries for each of two copies": lambda x, w: jnp.tile(x[:, 0], 2) + jnp.tile(w[:2], len(x)),
+    "rows of a weight": lambda x, w: jnp.linalg.cholesky(jnp.ones((9, 9)))[: len(x)],
+    "a solution that mixes": lambda x, w: solved(lambda _, b: b[::-1] / 2, lambda _, b: b / 2, x),
+    "a transposed solution that mixes": lambda x, w: solved(lambda _, b: b / 2, lambda _, b: b[::-1] / 2, x),
+    "an iteration until all rows fit": lambda x, w: cg(lambda y: y * w[None] ** 2, x, maxiter=3)[0],
+    "rows as features": lambda x, w: jax.lax.conv(x[None], jnp.ones((1, len(x), 1)), (1,), "SAME"),
+    "a collective over rows": lambda x, w: jax.vmap(lambda row: row - jax.lax.pmax(row, "i"), axis_name="i")(x),
+}
+
+
+def solved(solve, transpose_solve, x):
+    return jax.lax.custom_linear_solve(lambda y: 2 * y, x, solve, transpose_solve)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_rows_that_are_mixed(name):
+    growth, result = growth_of(lambda x, w: jnp.sum(MIXED[name](x, w)))
+    assert growth.of(result).problem or growth.feeds
+
+
+def test_what_passes_a_barrier_is_as_exact_as_before():
+    assert extent_of(lambda x, w: jax.lax.optimization_barrier((jnp.mean(x), x))[0]) == extent_of(lambda x, w: jnp.mean(x))
+    growth, _ = growth_of(lambda x, w: jnp.sum(jax.lax.optimization_barrier((x, jnp.mean(x)))[0]))
+    assert not growth.feeds
 
 
 def test_rows_have_degrees_too():

@@ -129,7 +129,51 @@ def arrays_of_the_batch_size(params, batch):
     return jnp.sum(rows / np.array([rows.shape[0]], np.float32)) + jnp.sum(rows * np.full(rows.shape, 1 / rows.shape[0], np.float32))
 
 
+def a_token_for_each_row(params, batch):
+    """A class token, as ViTs repeat it, and positions that are tiled along both dims."""
+    x = embed(params, batch)
+    token = jnp.tile(params["embed"][:1][None], (x.shape[0], 1, 1))
+    x = jnp.concatenate([token, x], axis=1) + jnp.tile(jnp.array([0.0, 0.5]), (x.shape[0], 3))[:, 1:, None]
+    return jnp.mean(logits_of(params, run_layers(params, x))[:, 0] ** 2)
+
+
+def entries_for_each_row(params, batch):
+    x = run_layers(params, embed(params, batch))
+    heads = jnp.tile(params["embed"][:2], (x.shape[0], 1)).reshape(-1, 2, x.shape[-1])
+    return jnp.mean(jnp.sin(jnp.einsum("bhd,bsd->bhs", heads, x))) + jnp.mean(logits_of(params, x) ** 2)
+
+
+def behind_barriers(params, batch):
+    """Weights and activations that wait for each other, in layers and around them."""
+    x, table, scale = jax.lax.optimization_barrier((embed(params, batch), params["unembed"], jnp.float32(2)))
+
+    def layer(x, weights):
+        x, weights = jax.lax.optimization_barrier((x, weights))
+        return mlp(x, weights)
+
+    losses = nats(logits_of({"unembed": table * scale}, run_layers(params, x, layer)), batch)
+    total, count, penalty = jax.lax.optimization_barrier((jnp.sum(losses * batch["weights"]), jnp.sum(batch["weights"]), jnp.sum(table**2)))
+    return total / count + 0.1 * penalty
+
+
+def systems_of_each_row(params, batch):
+    """A ridge regression over the tokens of each row, and the weights' own system with rows on its right-hand side."""
+
+    def layer(x, weights):
+        gram = jnp.eye(8)[None] + 0.1 * jnp.einsum("bsd,bse->bde", x, x)
+        square = weights["up"][:, :8] + 4 * jnp.eye(8)
+        fitted = jnp.linalg.solve(gram, x.swapaxes(1, 2)).swapaxes(1, 2)
+        return mlp(fitted + jnp.linalg.solve(square, x.reshape(-1, 8).T).T.reshape(x.shape), weights)
+
+    x = run_layers(params, embed(params, batch), layer)
+    return jnp.mean(jnp.linalg.slogdet(jnp.eye(8)[None] + jnp.einsum("bsd,bse->bde", x, x))[1]) + jnp.mean(logits_of(params, x) ** 2)
+
+
 ALONE = [
+    a_token_for_each_row,
+    entries_for_each_row,
+    behind_barriers,
+    systems_of_each_row,
     neighbours_are_pairs,
     every_row_twice,
     normalized_weights,
@@ -258,6 +302,10 @@ def transforms_of_the_sequence(params, batch):
 
 
 TAKEN = [
+    a_token_for_each_row,
+    entries_for_each_row,
+    behind_barriers,
+    systems_of_each_row,
     attention,
     online_softmax,
     experts_of_each_row,
