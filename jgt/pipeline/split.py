@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jgt.pipeline.arrays import Floats, has_gradient
 from jgt.pipeline.batch import AlignmentError, Growth, align_microbatch, growth_of
 from jgt.pipeline.config import PipelineConfig
-from jgt.pipeline.whole_program import DATA, LAYERS, PARAMS, SplitError, WholeProgram, argument_marks, dissolves, layer_scan
+from jgt.pipeline.whole_program import DATA, LAYERS, PARAMS, SplitError, WholeProgram, argument_marks, dissolves, forward, layer_scan
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Program, Var
 from jgt.program.parts import Flat, Part, dependency_bits, extract_part, flatten, part_for, separate
@@ -150,9 +150,9 @@ def split_loss(
 
 
 def _flattened(program: Program, signal: str, sources: Collection[int]) -> tuple[Flat, int]:
-    """The flat program, and the index of its layer scan, which has only results that its layers are needed for."""
+    """The flat program, and the index of its layer scan, which runs forward and has only results that its layers are needed for."""
     flat = flatten(program, dissolves(signal))
-    return peeled(flat, layer_scan(flat, signal), sources)
+    return peeled(*forward(flat, layer_scan(flat, signal)), sources)
 
 
 def _alignment(full: Flat, micro: Flat, growth: Growth) -> Mapping[int, int]:

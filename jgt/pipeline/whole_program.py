@@ -10,11 +10,15 @@ is neither is refused here, with the line of the user's code.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import jax
 
 from jgt.pipeline.batch import Extent, Growth, needed_variables
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import random_draws
-from jgt.program.jaxpr import Equation, Program, Var
+from jgt.program.jaxpr import Atom, Equation, Program, Var
 from jgt.program.parts import Flat, Part, dependency_bits, part_for
 from jgt.program.places import Place, place_of
 
@@ -44,16 +48,21 @@ def _scans(program: Program, signal: str, within: Equation) -> bool:
     return False
 
 
+_REPEATED = "To run the same layers again, scan once over their stack repeated: jax.tree.map(lambda a: jnp.concatenate([a, a]), stack)"
+
+
 def layer_scan(flat: Flat, signal: str) -> int:
-    """The index of the scan under a signal. Raises SplitError if there is none, or not exactly one that runs forward."""
+    """The index of the scan under a signal. Raises SplitError if there is none, or not exactly one."""
     scans = [(i, place_of(e, Place()).path) for i, e in enumerate(flat.eqns) if jx.is_scan(e)]
     found = [i for i, path in scans if path == signal]
     if len(found) == 1:
-        if flat.eqns[found[0]].params["reverse"]:
-            raise SplitError(f"the layer scan under {signal!r} runs in reverse. Scan the layers forward")
         return found[0]
     if len(found) > 1:
-        raise SplitError(f"the signal {signal!r} contains {len(found)} scans, but a pipeline runs one. Give each scan a signal of its own")
+        raise SplitError(
+            f"the signal {signal!r} contains {len(found)} scans, but a pipeline runs one. Give each scan a signal of its own. {_REPEATED}"
+        )
+    if any(_scans(p, signal, e) for e in flat.eqns for p in jx.subprograms(e)):
+        raise SplitError(f"the layer scan under {signal!r} is in a loop or a branch, but a pipeline runs it once. {_REPEATED}")
     seen = sorted({place_of(e, Place()).path for e in flat.eqns} - {""})
     if any(path == signal or path.startswith(f"{signal}/") for path in seen):
         raise SplitError(
@@ -62,6 +71,34 @@ def layer_scan(flat: Flat, signal: str) -> int:
         )
     others = ", ".join(repr(path) for _, path in scans) or "none"
     raise SplitError(f"no signal of the program is {signal!r}. Layer scans are under: {others}")
+
+
+def forward(flat: Flat, layers: int) -> tuple[Flat, int]:
+    """The program whose layer scan, equation number `layers`, runs forward, and its number.
+
+    A scan in reverse is one forward over what it scans turned around, and what it stacks is turned around afterwards.
+    """
+    scan = flat.eqns[layers]
+    if not scan.params["reverse"]:
+        return flat, layers
+    num_consts, num_carry = jx.scan_sizes(scan)
+    end = num_consts + num_carry
+    before = [_turned(atom, scan) for atom in scan.invars[end:]]
+    stacked = {var: jx.new_var_like(var) for var in scan.outvars[num_carry:] if not jx.is_dropped(var)}
+    after = [_turned(inner, scan).replace(outvars=[var]) for var, inner in stacked.items()]
+    new = scan.replace(
+        invars=[*scan.invars[:end], *(equation.outvars[0] for equation in before)],
+        outvars=[stacked.get(var, var) for var in scan.outvars],
+        params=scan.params | {"reverse": False},
+    )
+    return replace(flat, eqns=(*flat.eqns[:layers], *before, new, *after, *flat.eqns[layers + 1 :])), layers + len(before)
+
+
+def _turned(atom: Atom, scan: Equation) -> Equation:
+    """The equation that turns an array [layers, ...] of a scan around."""
+    program, _ = jx.trace(partial(jax.lax.rev, dimensions=(0,)), atom.aval)
+    (equation,) = jx.body(program).eqns
+    return equation.replace(invars=[atom], outvars=[jx.new_var_like(equation.outvars[0])], source_info=scan.source_info)
 
 
 PARAMS, DATA, LAYERS = 1, 2, 4

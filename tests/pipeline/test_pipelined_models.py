@@ -118,6 +118,44 @@ def test_layers_are_made_of_anything(loss, options):
 # -- how layers are scanned ---------------------------------------------------------------------------------------
 
 
+def in_reverse(params, batch, key):
+    """The last layer first, with keys and numbers of layers among what it scans, and results of each layer."""
+    scanned = (params["layers"], jax.random.split(key, len(params["layers"]["up"])), jnp.arange(len(params["layers"]["up"])))
+
+    def layer(carry, scanned):
+        (x, count), (weights, _, number) = carry, scanned
+        return (mlp(x, weights), count + 1), (jnp.mean(x * number), count, number)
+
+    x = embed(params, batch)
+    with context("layers"):
+        (x, _), (means, counts, numbers) = jax.lax.scan(layer, (x, 0), scanned, reverse=True)
+    return loss_of(params, x, batch) + jnp.sum(means * (1 + numbers)), (means, counts, numbers)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "options"),
+    [(4, {"schedule": "1f1b"}), (5, {"schedule": "zb", "remat": "stage"}), (4, {"schedule": "interleaved", "gather": "layer"})],
+    ids=str,
+)
+def test_layers_in_reverse(num_layers, options):
+    reversed_ = case(in_reverse, make_params(num_layers), make_batch(), jax.random.key(0), has_aux=True)
+    assert_exact(reversed_, mesh_of(**SIZES), **options)
+
+
+def layers_twice(params, batch):
+    stack = jax.tree.map(lambda a: jnp.concatenate([a, a]), params["layers"])
+    return loss_of(params, run_layers(params | {"layers": stack}, embed(params, batch)), batch)
+
+
+def test_layers_that_run_twice_are_a_stack_repeated():
+    def applied_twice(params, batch):
+        return loss_of(params, run_layers(params, run_layers(params, embed(params, batch))), batch)
+
+    repeated = case(layers_twice)
+    assert_values(repeated.expected[0], case(applied_twice).expected[0])
+    assert_exact(repeated, mesh_of(**SIZES), schedule="interleaved")
+
+
 def test_weight_gradients_wait_behind_a_barrier_of_their_own():
     """The cotangent of an activation does not depend on the gradient of the weights, though both pass the barrier of the layer."""
 
@@ -238,6 +276,7 @@ def test_layers_are_stored_by_stage_where_each_stage_runs_as_many_neighbours():
         return decoder_loss(*jax.lax.optimization_barrier((params, batch)))
 
     assert places_of(4, loss=behind_a_barrier) == by_stage | ends
+    assert places_of(4, loss=lambda params, batch: in_reverse(params, batch, jax.random.key(0))[0]) == by_stage | ends
 
 
 def test_initial_parameters_are_the_same_on_every_mesh():

@@ -6,10 +6,9 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from models import RULES, case, decoded, decoder_loss, embed, loss_of, make_batch, make_params, mesh_of, mlp, nats, pipeline_of, run_layers
+from models import RULES, case, decoded, decoder_loss, embed, loss_of, make_batch, make_params, mesh_of, nats, pipeline_of, run_layers
 
 import jgt
-from jgt.signal import context
 
 SIZES = {"stage": 2, "tensor": 2, "data": 2}
 
@@ -95,10 +94,8 @@ def two_scans(params, batch):
     return loss_of(params, x, batch)
 
 
-def in_reverse(params, batch):
-    x = embed(params, batch)
-    with context("layers"):
-        x, _ = jax.lax.scan(lambda x, weights: (mlp(x, weights), None), x, params["layers"], reverse=True)
+def in_a_loop(params, batch):
+    x = jax.lax.fori_loop(0, 2, lambda _, x: run_layers(params, x), embed(params, batch))
     return loss_of(params, x, batch)
 
 
@@ -116,8 +113,8 @@ def times_rows(params, batch):
     ("loss", "message"),
     [
         (times_rows, "cannot be added up from microbatches: it grows like the batch to the power of 2"),
-        (two_scans, "the signal 'layers' contains 2 scans"),
-        (in_reverse, "runs in reverse"),
+        (two_scans, r"the signal 'layers' contains 2 scans.*jax.tree.map\(lambda a: jnp.concatenate\(\[a, a\]\), stack\)"),
+        (in_a_loop, "the layer scan under 'layers' is in a loop or a branch.* scan once over their stack repeated"),
         (without_layers, "no result of the function depends on its layers"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
