@@ -9,6 +9,7 @@ walked until the carry's extents no longer change, which takes a few turns at mo
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import cast
@@ -51,12 +52,13 @@ class _Walk:
 
     def follow(self, eqns: Sequence[Equation], twins: Sequence[Equation], around: Place) -> None:
         """Adds the extents of the results of `eqns`, which are at `around`. Raises AlignmentError if `twins` are other equations."""
-        if len(eqns) != len(twins):
-            raise AlignmentError(f"it has {len(eqns)} steps at one batch size and {len(twins)} at another")
-        for equation, twin in zip(eqns, twins, strict=True):
+        # Compared before any is followed: a rule may rely on its equation's twin.
+        for equation, twin in itertools.zip_longest(eqns, twins):
             kind, twin_kind = _kind(equation), _kind(twin)
             if kind != twin_kind:
-                raise AlignmentError(f"{jx.source_of(equation)}: {kind} at one batch size is {twin_kind} at another")
+                where = jx.source_of(equation or twin) or self._source
+                raise AlignmentError(f"{where}: {kind} at one batch size is {twin_kind} at another")
+        for equation, twin in zip(eqns, twins, strict=True):
             outer = self._source
             # An equation that JAX adds has no line; the line of the region around it is the best there is.
             self._source = jx.source_of(equation) or outer
@@ -232,8 +234,10 @@ class _Walk:
                 raise MixingError("its own derivative is not a sum over rows")
 
 
-def _kind(equation: Equation) -> str:
+def _kind(equation: Equation | None) -> str:
     """The features that two equations must share to be the same at two batch sizes."""
+    if equation is None:
+        return "nothing"
     num_branches = len(list(jx.subprograms(equation)))
     return f"{equation.primitive.name} ({len(equation.invars)} operands, {len(equation.outvars)} results, {num_branches} programs)"
 

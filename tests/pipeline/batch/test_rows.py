@@ -317,6 +317,21 @@ def test_a_program_that_looks_at_its_batch_size_is_refused_at_one_row(loss):
         shapes(case(loss), microbatches=8)
 
 
+def test_a_program_with_a_step_for_each_row_is_refused_where_it_differs():
+    """jax.vmap calls a callback once for each row."""
+
+    def loss(params, batch):
+        rows = rows_of(params, batch)
+        jax.vmap(lambda row: jax.debug.callback(lambda x: None, row))(rows)
+        return jnp.mean(rows)
+
+    line = loss.__code__.co_firstlineno + 2
+    with pytest.raises(
+        jgt.InputError, match=rf"test_rows\.py:{line}.* at one batch size is .* at another. Write it so that only its shapes"
+    ):
+        shapes(case(loss))
+
+
 def layers_with_experts(params, batch):
     def scaled(rows, sizes, weights):
         # A kernel's grid is such a number: no power of the batch size.
