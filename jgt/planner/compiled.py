@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import re
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ from jgt.planner.described import HOST, described, devices_of, keep_on_host
 from jgt.planner.hardware.chip import chip_of
 from jgt.planner.hardware.target import MemoryStats, Target
 from jgt.planner.hlo.text import Module
+from jgt.planner.options import compile_with
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import live
 from jgt.program.jaxpr import Program
@@ -41,7 +41,6 @@ from jgt.sharding.partitioner import Avoided, avoided_faults
 
 _WITHOUT_GPU = {"xla_gpu_autotune_level": "0", "xla_gpu_enable_triton_gemm": "false"}
 """Autotuning runs candidate kernels on the GPU, and here there may be none. Triton's matmuls need it to choose their tiles."""
-_BOOLEANS = {"true": True, "false": False}
 
 
 @contextlib.contextmanager
@@ -97,13 +96,14 @@ class Compiled:
     """A function as JAX traced it and XLA compiled it.
 
     target: the hardware that it was compiled for; None for CPUs and for chips without a description. flags: XLA's flags of this
-    compilation; ignored: the flags that this XLA does not have. program: the traced program, without what nobody reads; text: the compiled
-    one. lines: the lines that XLA wrote to stderr. avoided: operations that XLA would have computed wrongly. seconds: the time of all this.
+    compilation; refused: those that XLA does not take as options of one. program: the traced program, without what nobody reads; text:
+    the compiled one. lines: the lines that XLA wrote to stderr. avoided: operations that XLA would have computed wrongly. seconds: the
+    time of all this.
     """
 
     target: Target | None
     flags: Mapping[str, str]
-    ignored: tuple[str, ...]
+    refused: Mapping[str, str]
     mesh: Mesh
     program: Program
     arguments: tuple[Argument, ...]
@@ -154,7 +154,7 @@ def compile_function(
         lowered = jitted.lower(*jax.tree.leaves(shapes))
         if is_described:
             keep_on_host(lowered, ins_on_host, outs_on_host)
-        compiled, ignored = _compile(lowered, options)
+        compiled, refused = compile_with(lowered, options)
     stats = compiled.memory_analysis()
     # Only backends without memory figures return None, and XLA for CPU and for GPU has them.
     assert stats is not None
@@ -164,8 +164,8 @@ def compile_function(
     )
     return Compiled(
         target=target or _target_of(mesh),
-        flags={name: value for name, value in (flags or {}).items() if name not in ignored},
-        ignored=ignored,
+        flags={name: value for name, value in (flags or {}).items() if name not in refused},
+        refused={name: value for name, value in options.items() if name in refused},
         mesh=mesh,
         program=live(call.program),
         arguments=arguments,
@@ -194,21 +194,6 @@ def _under_jit(
         out_shardings=outs,
         donate_argnums=tuple(i for i, d in enumerate(donated) if d),
     )
-
-
-def _compile(lowered: jax.stages.Lowered, options: Mapping[str, str]) -> tuple[jax.stages.Compiled, tuple[str, ...]]:
-    unknown: list[str] = []
-    while True:
-        # As an option of one compilation, a boolean is not text.
-        known = {name: _BOOLEANS.get(value, value) for name, value in options.items() if name not in unknown}
-        try:
-            return lowered.compile(compiler_options=known), tuple(unknown)
-        except RuntimeError as error:
-            # In XLA_FLAGS, XLA accepts and ignores flags that it has had before.
-            found = re.search(r"No such compile option: '(\w+)'", str(error))
-            if found is None or found[1] not in options or found[1] in unknown:
-                raise
-            unknown.append(found[1])
 
 
 @contextlib.contextmanager

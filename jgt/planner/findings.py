@@ -40,6 +40,7 @@ from jgt.program.places import Place, place_of
 
 FindingKind = Literal[
     "memory",
+    "flag",
     "avoided",
     "rematerialization",
     "indivisible",
@@ -91,6 +92,7 @@ def findings(
     rules = {row.signal: row.rule for row in rows}
     for finding in (
         *_too_much_memory(memory),
+        *_refused_flags(compiled),
         *_avoided(compiled, sent),
         *misfits,
         *_replicated(params, compiled.mesh.size),
@@ -125,6 +127,15 @@ def _too_much_memory(memory: Memory) -> Iterator[Finding]:
             "The predicted time has no meaning: XLA schedules a step that does not fit without running collectives beside kernels"
         )
         yield _finding("memory", "memory", "", memory.peak_bytes - usable, text)
+
+
+def _refused_flags(compiled: Compiled) -> Iterator[Finding]:
+    for name, value in compiled.refused.items():
+        text = (
+            f"the plan is without --{name}={value}: the installed XLA does not take it as an option of one compilation, and may have "
+            "retired it. Remove the flag, or set it in the environment variable XLA_FLAGS, which runs and plans share"
+        )
+        yield _finding("flag", "flags", "", 0, text)
 
 
 def _avoided(compiled: Compiled, sent: Sequence[Collective]) -> Iterator[Finding]:

@@ -253,8 +253,6 @@ def _rounds(module: Module, mesh: Mapping[str, int], sent: Sequence[Collective])
 def _assumptions(compiled: Compiled) -> Iterator[str]:
     if compiled.flags:
         yield f"XLA's flags: {', '.join(f'{name}={value}' for name, value in compiled.flags.items())}"
-    if compiled.ignored:
-        yield f"flags that this XLA does not have: {', '.join(compiled.ignored)}"
     yield (
         "FLOPs: 2 for each multiply-add of matmuls and convolutions. With a causal mask, all scores of attention count if XLA computes "
         "them, and half of them if cuDNN does, which skips the other half"

@@ -20,6 +20,7 @@ import jgt
 from jgt import Console, Plan, amount
 from jgt.planner import Target, Workload, described_device
 
+from ..command_line import say
 from ..config import Run
 from ..generate.batch import draw_settings_of
 from ..generate.generate import programs_of
@@ -95,7 +96,9 @@ def make_generation(run: Run, target: Target | None, texts: Texts, *, price: flo
         rows, slots = programs.rows(texts.rows), programs.caching.slots(texts.length)
         params, variables = programs.layout(*setup.program.shapes[:2])
         state = programs.state(params, variables, rows, slots)
-    flags, _ = planned_flags(run.config, has_gpu=described is not None)
+    flags, warnings = planned_flags(run.config, has_gpu=described is not None)
+    for warning in warnings:
+        say(warning)
 
     def planned(program: Callable[..., object], *arguments: object, tokens: int) -> Plan:
         work = Workload(tokens=tokens, price=price)

@@ -125,7 +125,8 @@ def open_devices() -> None:
 
 def _texts(flags: Mapping[str, str], inherited: Sequence[str]) -> list[str]:
     """Flags as XLA_FLAGS has them, without those that are inherited."""
-    return [f"--{name}={value}" for name, value in flags.items() if not any(_name(flag) == name for flag in inherited)]
+    known = {_present(_name(flag)) for flag in inherited}
+    return [f"--{name}={value}" for name, value in flags.items() if _present(name) not in known]
 
 
 def _left_out(flags: Sequence[str], accepted: Sequence[str]) -> list[str]:
@@ -157,6 +158,11 @@ def _is_accepted(flags: list[str]) -> bool:
 
 def _name(flag: str) -> str:
     return flag.partition("=")[0].removeprefix("--")
+
+
+def _present(name: str) -> str:
+    """The name that XLA has for a flag since jaxlib 0.11, which knows the former names of pipelined collectives too."""
+    return name.replace("_enable_pipelined_", "_pipeline_")
 
 
 def _open_cache(cache: str) -> tuple[Path | None, list[str]]:

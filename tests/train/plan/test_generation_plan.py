@@ -46,6 +46,11 @@ def test_a_cache_has_the_bytes_of_its_formula_on_each_device(capsys):
     assert {"layers/attn", "layers/mlp"} <= {row["signal"] for row in found["token"]["collectives"]}
 
 
+def test_a_flag_that_xla_does_not_have_is_a_warning(capsys):
+    assert main(["run.yaml", "xla.flags={xla_no_such_flag: 1}", "--generate"]) == 0
+    assert "this XLA does not accept --xla_no_such_flag=1; it is left out" in capsys.readouterr().err
+
+
 def test_a_token_of_one_text_gathers_no_table(capsys):
     found = planned(capsys, "run.yaml", "--batch", "1", "mesh={data: 1, fsdp: 1, tensor: 4}", "--devices", "4", "model.vocab=4096")
     gathered = [row["bytes"] for row in found["token"]["collectives"] if row["kind"] == "all-gather"]

@@ -74,6 +74,13 @@ def test_the_environment_wins(flags):
     assert (found, warnings) == ([f"--{GOOD}=false", "--xla_dump_to=x"], [])
 
 
+@pytest.mark.parametrize("former", ["xla_gpu_enable_pipelined_all_gather", "xla_gpu_pipeline_all_gather"])
+def test_the_environment_wins_under_either_name_of_a_flag(former, flags):
+    found, warnings = flags(config_of(cache=None, preset="gpu-overlap"), given=f"--{former}=off")
+    assert not warnings
+    assert [flag for flag in found if "all_gather=" in flag] == [f"--{former}=off"]
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_known(name, flags):
     found, warnings = flags(config_of(cache=None, preset=name))
