@@ -86,11 +86,12 @@ def _entry(equation: Equation) -> Callable[[Equation, Sequence[Any]], Sequence[A
 
 
 def _checkpoint(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    def body(*operands: Any) -> list[Any]:
-        return run_adapted(equation.params["jaxpr"], operands)
+    params = jx.params_of(equation)
 
-    params = equation.params
-    return jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])(*operands)  # pyright: ignore
+    def body(*operands: Any) -> list[Any]:
+        return run_adapted(params["jaxpr"], operands)
+
+    return jax.checkpoint(body, policy=params["policy"], prevent_cse=params.get("prevent_cse", True))(*operands)  # pyright: ignore
 
 
 def _scan(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:

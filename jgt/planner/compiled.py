@@ -138,7 +138,7 @@ def compile_function(
     leaves = cast("list[tuple[tuple[Any, ...], object]]", jax.tree.leaves_with_path(tuple(args)))
     shapes = jax.tree.map(_shape, tuple(args))
     with described() if is_described else contextlib.nullcontext():
-        traced = jax.make_jaxpr(fn)(*shapes)
+        traced, _ = jx.trace(fn, *shapes)
     # A function under jax.jit is traced as one call, which carries its shardings and donations.
     call = jit_call_of(traced)
     ins = [of_jit or _sharding(x) for of_jit, (_, x) in zip(call.in_shardings, leaves, strict=True)]

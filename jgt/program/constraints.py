@@ -15,6 +15,7 @@ from typing import Any, cast
 import jax
 from jax.sharding import NamedSharding
 
+from jgt.document import InputError
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, sharding_dims
 from jgt.program.jaxpr import Equation, Program, Var
@@ -120,4 +121,30 @@ def wrap_in_checkpoint(program: Program, policy: Callable[..., bool], *, in_scan
         return jx.evaluate(program, args)
 
     remat = jax.checkpoint(run, policy=policy, prevent_cse=not in_scan)  # pyright: ignore[reportUnknownVariableType]
-    return jax.make_jaxpr(remat)(*[v.aval for v in jx.body(program).invars])
+    inside = jax.make_jaxpr(remat)(*[v.aval for v in jx.body(program).invars])
+    _check(jx.body(inside).eqns[0])
+    return inside
+
+
+def with_policy(equation: Equation, policy: Callable[..., Any]) -> Equation:
+    """A region with another policy. Raises InputError if this JAX would ignore it."""
+    new = jx.with_params(equation, policy=policy)
+    _check(new)
+    return new
+
+
+def _check(equation: Equation) -> None:
+    if ignores_policy(equation):
+        problem = f"jax_remat3 of jax {jax.__version__} computes everything again, also what a rule or a setting keeps"
+        raise InputError([f"environment: {problem}. Set JAX_REMAT3=0, or use a newer jax"])
+
+
+def ignores_policy(equation: Equation) -> bool:
+    """Whether JAX does not ask the policy of a jax.checkpoint region about something that the policy would keep."""
+
+    def keeps(program: Program) -> bool:
+        return any(not jx.is_recomputed(policy, e) or any(map(keeps, jx.subprograms(e))) for e in jx.body(program).eqns)
+
+    # jax 0.10 knows some classes of policies with jax_remat3, and no other function.
+    policy, params = jx.policy_of(equation), jx.params_of(equation)
+    return policy is not None and "prevent_cse" not in params and keeps(params["jaxpr"])

@@ -19,8 +19,7 @@ def live(program: Program) -> Program:
     inner = jx.body(program)
     needed, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars), instantiate=True)
     # JAX does not look into the bodies of while loops.
-    loops = {n: params for n, e in enumerate(needed.eqns) if "cond_jaxpr" in e.params and (params := jx.map_subprograms(e, live))}
-    eqns = [e.replace(params=loops[n]) if n in loops else e for n, e in enumerate(needed.eqns)]
+    eqns = [jx.map_subprograms(e, live) if "cond_jaxpr" in e.params else e for e in needed.eqns]
     return jx.with_body(program, eqns=eqns, outvars=needed.outvars)
 
 

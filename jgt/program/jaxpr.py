@@ -9,11 +9,12 @@ of JAX; tests/program/test_jaxpr.py checks each fact that they rely on.
 No primitive is taken apart. A program is found in an equation's params by its type and is replaced in place by one with the same
 signature, so that no kind of nesting needs its own code. Where a kind must be recognised (is it a scan?), the names of its params decide,
 because they change less often than the primitive's name. jax 0.10 has two classes, Jaxpr and ClosedJaxpr, where jax 0.12 has one; `body`
-and `with_body` hide the difference.
+and `with_body` hide the difference. The params of a hijax primitive are inside an object, which `params_of` and `with_params` hide.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,6 +23,8 @@ import jax
 import jax.extend.core as jex
 import jax.extend.linear_util as lu
 from jax._src import source_info_util
+from jax._src.ad_checkpoint import CheckpointName, name_p
+from jax._src.interpreters import partial_eval, remat
 from jax.core import Tracer
 from jax.typing import ArrayLike
 
@@ -52,7 +55,28 @@ ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 def trace(fn: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     """Traces `fn` at arrays or ShapeDtypeStructs. Returns its program and the tree of its outputs."""
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    return program, jax.tree.structure(shapes)
+    return _with_plain_names(program), jax.tree.structure(shapes)
+
+
+def _with_plain_names(program: Program) -> Program:
+    # With jax_remat3, a name is an object. Whatever reads programs knows the primitive of the same meaning.
+    if not body(program).is_high:
+        return program
+    eqns = [map_subprograms(equation, _with_plain_names) for equation in body(program).eqns]
+    plain = [e.replace(primitive=name_p, params=params_of(e)) if _is_hijax_name(e) else e for e in eqns]
+    return with_body(program, eqns=plain, outvars=body(program).outvars)
+
+
+def _named(around: Any, x: jax.Array, *, name: str) -> Any:
+    return CheckpointName(name, jax.typeof(x)).remat(around, x)
+
+
+# JAX has this rule for the object alone.
+remat.rules[name_p] = _named
+
+
+def _is_hijax_name(equation: Equation) -> bool:
+    return isinstance(equation.params.get("_prim"), CheckpointName)
 
 
 def closes_over_tracers(program: Program) -> bool:
@@ -83,8 +107,14 @@ def with_body(program: Program, *, eqns: Sequence[Equation], outvars: Sequence[A
 
 
 def _with(program: Program, **parts: Any) -> Program:
-    inner = body(program).replace(**parts)
+    inner = _marked(body(program).replace(**parts))
     return inner if body(program) is program else program.replace(jaxpr=inner)
+
+
+def _marked(inner: jex.Jaxpr) -> jex.Jaxpr:
+    # JAX expands hijax primitives only in programs that say that they have some.
+    is_high = inner.is_high or any(e.primitive.is_high(*[a.aval for a in e.invars], **e.params) for e in inner.eqns)
+    return inner if is_high == inner.is_high else inner.replace(is_high=is_high)
 
 
 def constants(program: Program) -> dict[Var, ArrayLike]:
@@ -97,7 +127,7 @@ def program_of(like: Program, invars: Sequence[Var], eqns: Sequence[Equation], o
     inner = body(like)
     # The debug info of `like` names arguments and results that the new program does not have.
     info = inner.debug_info.with_unknown_names()
-    inner = inner.replace(constvars=[], invars=list(invars), eqns=list(eqns), outvars=list(outvars), debug_info=info)
+    inner = _marked(inner.replace(constvars=[], invars=list(invars), eqns=list(eqns), outvars=list(outvars), debug_info=info))
     return inner if body(like) is like else jex.ClosedJaxpr(inner, [])
 
 
@@ -125,9 +155,26 @@ def with_variables(program: Program, new: Mapping[Var, Var], eqns: Sequence[Equa
     return _with(program, invars=invars, eqns=list(eqns), outvars=outvars)
 
 
+def params_of(equation: Equation) -> dict[str, Any]:
+    """The params of an equation. A hijax primitive is an object with params of its own, and the only param of its equation."""
+    return getattr(equation.params.get("_prim"), "params", equation.params)
+
+
+def with_params(equation: Equation, **params: Any) -> Equation:
+    """The same equation with these of its `params_of` changed."""
+    params = {**params_of(equation), **params}
+    if (primitive := equation.params.get("_prim")) is None:
+        return equation.replace(params=params)
+    new = copy.copy(primitive)
+    ins, outs = ([atom.aval for atom in atoms] for atoms in (equation.invars, equation.outvars))
+    types = {"in_avals_flat": ins, "out_avals_flat": outs, "in_avals": new.in_tree.unflatten(ins), "out_aval": new.out_tree.unflatten(outs)}
+    new.__dict__.update(params, params=params, **types)
+    return equation.replace(params={**equation.params, "_prim": new})
+
+
 def param_items(equation: Equation) -> Iterator[object]:
     """Every param of an equation, and in place of a list or tuple its elements."""
-    for value in equation.params.values():
+    for value in params_of(equation).values():
         # One level is enough: cond, for example, has its branches in a tuple.
         yield from value if isinstance(value, tuple | list) else (value,)
 
@@ -137,18 +184,19 @@ def subprograms(equation: Equation) -> Iterator[Program]:
     return (item for item in param_items(equation) if isinstance(item, jex.Jaxpr | jex.ClosedJaxpr))
 
 
-def map_subprograms(equation: Equation, change: Callable[[Program], Program]) -> dict[str, Any] | None:
-    """The params of an equation with `change` applied to every program in them; None if it returned each program unchanged."""
-    params = map_params(equation, lambda item: change(item) if isinstance(item, jex.Jaxpr | jex.ClosedJaxpr) else item)
-    if all(params[key] is value for key, value in equation.params.items()):
-        return None
+def map_subprograms(equation: Equation, change: Callable[[Program], Program]) -> Equation:
+    """An equation with `change` applied to every program in it; the same object if it returned each program unchanged."""
+    old = params_of(equation)
+    params = {key: _mapped(value, lambda x: change(x) if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr) else x) for key, value in old.items()}
+    if all(params[key] is value for key, value in old.items()):
+        return equation
     _map_derivative_rules(params, change)
-    return params
+    return with_params(equation, **params)
 
 
-def map_params(equation: Equation, change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The params of an equation with `change` applied to each of them, and to each element of one that is a list or tuple."""
-    return {key: _mapped(value, change) for key, value in equation.params.items()}
+def map_params(equation: Equation, change: Callable[[Any], Any]) -> Equation:
+    """An equation with `change` applied to each of its params, and to each element of one that is a list or tuple."""
+    return with_params(equation, **{key: _mapped(value, change) for key, value in params_of(equation).items()})
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -231,7 +279,20 @@ def is_scan(equation: Equation) -> bool:
 
 def is_remat(equation: Equation) -> bool:
     """Whether an equation is a jax.checkpoint region."""
-    return {"jaxpr", "policy", "prevent_cse"} <= equation.params.keys()
+    return {"jaxpr", "policy"} <= params_of(equation).keys()
+
+
+def policy_of(equation: Equation) -> Callable[..., Any] | None:
+    """The policy of a jax.checkpoint region; None if it saves nothing, and for any other equation."""
+    return params_of(equation)["policy"] if is_remat(equation) else None
+
+
+def is_recomputed(policy: Callable[..., Any] | None, equation: Equation) -> bool:
+    """Whether a policy of jax.checkpoint drops the results of an equation."""
+    if policy is None:
+        return True
+    answer = policy(equation.primitive, *[a.aval for a in equation.invars], **equation.params)
+    return partial_eval.ensure_enum(answer) is partial_eval.Recompute
 
 
 def has_custom_derivative(equation: Equation) -> bool:

@@ -14,7 +14,9 @@ from jax._src.core import JaxprEqnContext, get_axis_env
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.program.jaxpr import Equation, line_in, source_of
-from jgt.program.scopes import MICROBATCH, PREFIX
+from jgt.program.scopes import MICROBATCH, PREFIX, listed_once
+
+_VMAP = ("vmap", "Transform")
 
 
 @dataclass(frozen=True)
@@ -44,29 +46,34 @@ def place_of(equation: Equation, around: Place) -> Place:
     """The place of an equation whose program is at `around`."""
     signals, num_vmaps, of_microbatch = list(around.signals), around.num_vmaps, around.of_microbatch
     stack = equation.source_info.name_stack.stack
-    is_backward = around.is_backward or any(element.name == "transpose" for element in stack)
+    is_backward = around.is_backward or any(element.name in ("transpose", "rematted_computation") for element in stack)
+    scopes = [(element.name, type(element).__name__) for element in stack]
     # Scopes and transforms share this stack, and a user may name a scope `vmap`. So the type of the element decides, too.
-    for element in _listed_once(stack) if is_backward else stack:
-        if element.name.startswith(PREFIX):
-            signals.append(element.name.removeprefix(PREFIX))
+    for name, kind in _listed_once(scopes, signals) if is_backward else scopes:
+        if name.startswith(PREFIX):
+            signals.append(name.removeprefix(PREFIX))
         # jvp and transpose are transforms too; only vmap adds a dim.
-        elif type(element).__name__ == "Transform" and element.name == "vmap":
+        elif (name, kind) == _VMAP:
             num_vmaps += 1
-        of_microbatch |= element.name == MICROBATCH
+        of_microbatch |= name == MICROBATCH
     return Place(tuple(signals), num_vmaps, of_microbatch, is_backward)
 
 
-def _listed_once(stack: Sequence[Any]) -> Sequence[Any]:
-    """A name stack of a backward pass without a second list of scopes.
+def _listed_once(stack: Sequence[tuple[str, str]], around: Sequence[str]) -> Sequence[tuple[str, str]]:
+    """The signals and vmaps of a name stack of a backward pass, without a second list of them.
 
     Around a recomputed region JAX writes transpose(jvp(a))/b/jvp(a)/b, and in the body of a loop b/b.
     """
-    start = next((i + 1 for i, element in enumerate(stack) if element.name == "transpose"), 0)
-    rest = stack[start:]
-    for half in range(1, len(rest) // 2 + 1):
-        if (rest[0].name == "jvp" or 2 * half == len(stack)) and rest[:half] == rest[half : 2 * half]:
-            return [*stack[: start + half], *rest[2 * half :]]
-    return stack
+    half = len(stack) // 2
+    stack = stack[:half] if stack[:half] == stack[half:] else stack
+    scopes: list[tuple[str, str]] = []
+    begins = set[int]()
+    for element in stack:
+        if element == ("jvp", "Transform"):
+            begins.add(len(scopes))
+        elif element == _VMAP or element[0].startswith((PREFIX, MICROBATCH)):
+            scopes.append(element)
+    return listed_once(scopes, begins, [(PREFIX + signal, "Scope") for signal in around])
 
 
 def trace_context() -> Hashable:

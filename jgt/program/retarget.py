@@ -68,12 +68,11 @@ def replace_mesh(program: Program, mesh: Mesh) -> Program:
     eqns: list[Equation] = []
     for equation in inner.eqns:
         is_kernel = equation.primitive.name in _KERNELS
-        params = None if is_kernel else jx.map_subprograms(equation, lambda p: replace_mesh(p, mesh))
-        new = equation if params is None else equation.replace(params=params)
-        # `map_params` does not look inside programs, so their equations are replaced before.
-        params = jx.map_params(new, lambda item: _on_mesh(item, mesh))
+        new = equation if is_kernel else jx.map_subprograms(equation, lambda p: replace_mesh(p, mesh))
         invars, outvars = [moved.atom(atom) for atom in equation.invars], moved.vars(equation.outvars)
-        eqns.append(new.replace(params=params, ctx=context_on(equation, mesh), invars=invars, outvars=outvars))
+        new = new.replace(ctx=context_on(equation, mesh), invars=invars, outvars=outvars)
+        # `map_params` does not look inside programs, so their equations are replaced before.
+        eqns.append(jx.map_params(new, lambda item: _on_mesh(item, mesh)))
     outvars = [moved.atom(atom) for atom in inner.outvars]
     inner = inner.replace(eqns=eqns, outvars=outvars)
     # Only where they change: jax 0.12 stores a program's constants with its arguments.

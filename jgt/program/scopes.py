@@ -11,11 +11,14 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Generator, Iterable
+from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from fractions import Fraction
+from typing import TypeVar
 
 import jax
+
+_T = TypeVar("_T")
 
 PREFIX = "sig."
 """Marks signals among other named scopes, such as Flax's, in name stacks and in the compiled program."""
@@ -50,6 +53,21 @@ def signals(path: Iterable[str]) -> Generator[None]:
 def rule() -> AbstractContextManager[object]:
     """The scope of what rules ask for. A program with it is checked for what XLA computes wrongly."""
     return jax.named_scope(RULE)
+
+
+def listed_once(scopes: Sequence[_T], begins: Collection[int], around: Sequence[_T] = ()) -> list[_T]:
+    """The scopes of an operation of a backward pass without those that JAX lists a second time around a recomputed region.
+
+    begins: the indices where JAX begins a list, with `jvp`, as in transpose(jvp(a))/b/jvp(a)/b; around: the scopes of the program.
+    """
+    once, end = list(around), 0
+    for index, scope in enumerate(scopes):
+        if index in begins:
+            lengths = range(min(len(once), len(scopes) - index), 0, -1)
+            end = index + next((n for n in lengths if once[-n:] == list(scopes[index : index + n])), 0)
+        if index >= end:
+            once.append(scope)
+    return once[len(around) :]
 
 
 def pipeline() -> AbstractContextManager[object]:

@@ -153,11 +153,6 @@ class MeaningPolicy:
         return next((_answer(self.around, dot) for dot in dots), False)
 
 
-def is_recomputed(policy: Callable[..., Any] | None, equation: jx.Equation) -> bool:
-    """Whether a policy of jax.checkpoint drops the results of an equation."""
-    return policy is None or partial_eval.ensure_enum(_answer(policy, equation)) is partial_eval.Recompute
-
-
 def _answer(policy: Callable[..., Any], equation: jx.Equation) -> Any:
     return policy(equation.primitive, *[v.aval for v in equation.invars], **equation.params)
 

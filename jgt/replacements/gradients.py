@@ -201,8 +201,7 @@ def _entered(equation: Equation, known: dict[Var, Dims], change: Callable[..., l
                 known[outer] = own[atom]
         return new
 
-    params = jx.map_subprograms(equation, inside)
-    return equation if params is None else equation.replace(params=params)
+    return jx.map_subprograms(equation, inside)
 
 
 def _transposed(fn: Callable[[jax.Array], jax.Array], like: jax.Array | jax.ShapeDtypeStruct, cotangent: jax.Array) -> jax.Array:

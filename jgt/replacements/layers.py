@@ -51,8 +51,7 @@ def recomputed(fn: _F, policy: Callable[..., bool], *, missing: Exception) -> _F
             if not any(jx.is_var(a) and a in known for a in equation.invars[sum(jx.scan_sizes(equation)) :]):
                 return [equation]
             num_layers += 1
-            params = jx.map_subprograms(equation, lambda body: wrap_in_checkpoint(body, policy, in_scan=True))
-            return [equation if params is None else equation.replace(params=params)]
+            return [jx.map_subprograms(equation, lambda body: wrap_in_checkpoint(body, policy, in_scan=True))]
 
         program, tree = jx.trace(call, *given)
         known: dict[Var, Dims] = dict.fromkeys(jx.body(program).invars[: len(jax.tree.leaves(params))], ())

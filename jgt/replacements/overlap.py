@@ -19,10 +19,11 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.program import jaxpr as jx
+from jgt.program.constraints import with_policy
 from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.places import Place, manual_mesh, place_of
-from jgt.replacements.device_plan import MeaningPolicy, is_recomputed
+from jgt.replacements.device_plan import MeaningPolicy
 from jgt.replacements.proof import Matmul, equations_for, matmul_of
 from jgt.replacements.replacement import Replaced, Site
 from jgt.replacements.ring import Ring, gather_and_multiply, multiply_and_scatter
@@ -101,7 +102,7 @@ class _Search:
             for same in _by_type(readers):
                 ring = self._ring(rule.axis, dim, behind, same[0])
                 run = gather_and_multiply(
-                    ring, self._mesh(equation), keeps=any(is_recomputed(policy, same[0].dot) for policy in self.site.policies)
+                    ring, self._mesh(equation), keeps=any(jx.is_recomputed(policy, same[0].dot) for policy in self.site.policies)
                 )
                 self._add(_Group(matmuls=same, operands=(same[0].rows, *(m.weights for m in same)), run=run), rule)
 
@@ -267,5 +268,5 @@ def _with_policies(program: Program) -> Program:
 
 
 def _with_policy(equation: Equation) -> Equation:
-    policy = equation.params["policy"] if jx.is_remat(equation) else None
-    return equation if policy is None else equation.replace(params={**equation.params, "policy": MeaningPolicy(policy)})
+    policy = jx.policy_of(equation)
+    return equation if policy is None else with_policy(equation, MeaningPolicy(policy))

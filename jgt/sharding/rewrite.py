@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jgt.program import jaxpr as jx
-from jgt.program.constraints import constraint_equations, wrap_in_checkpoint
+from jgt.program.constraints import constraint_equations, with_policy, wrap_in_checkpoint
 from jgt.program.dims import Dims, coarse_dims, partition_spec
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.places import Place, manual_mesh, place_of
@@ -158,7 +158,7 @@ class _Rewriter:
         self, equation: Equation, place: Place, renamed: Mapping[Var, Var], *, guarded: bool, policies: tuple[Policy | None, ...]
     ) -> tuple[Equation, dict[str, SaveRule]]:
         saves: dict[str, SaveRule] = {}
-        inside = (*policies, equation.params["policy"]) if jx.is_remat(equation) else policies
+        inside = (*policies, jx.policy_of(equation)) if jx.is_remat(equation) else policies
 
         def change(inner: Program) -> Program:
             new, inner_saves = self.program(inner, place, guarded=guarded or jx.is_remat(equation), policies=inside)
@@ -168,16 +168,12 @@ class _Rewriter:
             self.answers.add_saves(saves, inner_saves)
             return new
 
-        params = jx.map_subprograms(equation, change)
+        new = jx.map_subprograms(equation, change)
         # A checkpoint of the model takes the rules of all names inside it, so none are left for a region around it.
         if saves and jx.is_remat(equation):
-            params = params or dict(equation.params)
-            params["policy"] = SavePolicy.of(saves, params["policy"], named=False)
-            saves = {}
+            new, saves = with_policy(new, SavePolicy.of(saves, jx.policy_of(equation), named=False)), {}
         invars = [renamed.get(a, a) if jx.is_var(a) else a for a in equation.invars]
-        if any(a is not b for a, b in zip(invars, equation.invars, strict=True)):
-            equation = equation.replace(invars=invars)
-        return (equation if params is None else equation.replace(params=params)), saves
+        return (new.replace(invars=invars) if any(a is not b for a, b in zip(invars, new.invars, strict=True)) else new), saves
 
     def _pin(self, equation: Equation, var: Var, place: Place, consumers: Sequence[Place]) -> tuple[list[Equation], Var]:
         """The constraints that follow an equation for one of its results, and the variable to read in its stead."""

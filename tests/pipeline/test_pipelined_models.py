@@ -31,6 +31,7 @@ from models import (
     pipeline_of,
     run_layers,
 )
+from next_checkpoint import next_checkpoint
 from small_transformers import EMBED as WIDTH
 from small_transformers import RULES as TRANSFORMER_RULES
 from small_transformers import SEQ as LENGTH
@@ -166,6 +167,12 @@ def test_weight_gradients_wait_behind_a_barrier_of_their_own():
         return loss_of(params, run_layers(params, embed(params, batch), layer), batch)
 
     assert_trained(case(loss), mesh_of(**SIZES), schedule="zb")
+
+
+@pytest.mark.parametrize("remat", ["none", "layer"])
+def test_layers_under_jaxs_next_checkpoint(remat):
+    with next_checkpoint():
+        assert_trained(case(branching, make_params(5)), mesh_of(**SIZES), remat=remat)
 
 
 # -- what is saved ------------------------------------------------------------------------------------------------

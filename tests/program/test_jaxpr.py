@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from next_checkpoint import ASKS_POLICIES, Base, asks_policies, next_checkpoint
 
 import jgt
 from jgt.program import jaxpr as jx
-from jgt.program.constraints import constraint_equations, wrap_in_checkpoint
+from jgt.program.constraints import constraint_equations, ignores_policy, wrap_in_checkpoint
 from jgt.program.dataflow import unchanged_arguments
 from jgt.program.places import Place, manual_mesh, mesh_around, place_of, vmapped_axes
 from jgt.signal import context, tensor
@@ -41,6 +42,33 @@ def with_vjp():
     return fn
 
 
+def next_remat(x):
+    with next_checkpoint():
+        return jax.checkpoint(jnp.sin)(x)
+
+
+class Doubled(Base):
+    """A primitive that is an object with a program in it, and twice the derivative of that program."""
+
+    def __init__(self, jaxpr):
+        self.in_avals, self.out_aval = tuple(v.aval for v in jx.body(jaxpr).invars), jx.body(jaxpr).outvars[0].aval
+        self.params = {"jaxpr": jaxpr}
+        super().__init__()
+
+    def expand(self, x):
+        return jx.evaluate(self.jaxpr, [x])[0]
+
+    def vjp_fwd(self, is_real, x):
+        return self(x), x
+
+    def vjp_bwd_retval(self, x, g):
+        return (2 * jax.vjp(self.expand, x)[1](g)[0],)
+
+
+def hijax(x):
+    return Doubled(jax.make_jaxpr(jnp.sin)(x))(x)
+
+
 def sharded_map(x):
     return jax.shard_map(jnp.sin, mesh=jgt.make_mesh({"data": 8}), in_specs=P(), out_specs=P())(x)
 
@@ -52,6 +80,8 @@ NESTING = {
     "while": (lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x)), 2),
     "cond": (lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x), 2),
     "remat": (jax.checkpoint(jnp.sin), 1),
+    "next remat": (next_remat, 1),
+    "hijax": (hijax, 1),
     "custom_jvp": (with_jvp(), 1),
     "custom_vjp": (with_vjp(), 1),
     "shard_map": (sharded_map, 1),
@@ -84,8 +114,8 @@ def test_programs_inside_an_equation_can_be_replaced(kind):
         eqns = [e.replace(primitive=cos) if e.primitive.name == "sin" else e for e in jx.body(inner).eqns]
         return jx.with_body(inner, eqns=eqns, outvars=jx.body(inner).outvars)
 
-    params = jx.map_subprograms(equation, negate)
-    eqns = [e.replace(params=params) if e is equation else e for e in jx.body(program).eqns]
+    new = jx.map_subprograms(equation, negate)
+    eqns = [new if e is equation else e for e in jx.body(program).eqns]
     changed = jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
     cosine = {
         "scan": lambda x: jax.lax.scan(lambda h, w: (jnp.cos(h) * w, h), x, jnp.ones((3,))),
@@ -103,7 +133,7 @@ def _thrice(fn, x):
 @pytest.mark.parametrize("kind", NESTING)
 def test_an_equation_whose_programs_stay_is_left_alone(kind):
     _, equation = nesting_equation(NESTING[kind][0])
-    assert jx.map_subprograms(equation, lambda inner: inner) is None
+    assert jx.map_subprograms(equation, lambda inner: inner) is equation
 
 
 @pytest.mark.parametrize("kind", NESTING)
@@ -193,9 +223,9 @@ def test_the_rule_of_a_derivative_is_changed_when_it_is_asked_for(make, key):
         seen.append([e.primitive.name for e in jx.body(inner).eqns])
         return jx.with_body(inner, eqns=list(jx.body(inner).eqns), outvars=jx.body(inner).outvars)
 
-    params = jx.map_subprograms(equation, change)
+    new = jx.map_subprograms(equation, change)
     assert len(seen) == 1
-    eqns = [e.replace(params=params) if e is equation else e for e in jx.body(program).eqns]
+    eqns = [new if e is equation else e for e in jx.body(program).eqns]
     changed = jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
     gradient = jax.grad(lambda x: jx.evaluate(changed, [x])[0])(X)
     np.testing.assert_allclose(gradient, jnp.cos(X), rtol=1e-6)
@@ -207,24 +237,57 @@ def test_a_scan_is_recognised_and_nothing_else_is():
 
 
 def test_a_remat_region_is_recognised_and_nothing_else_is():
-    assert {kind for kind, (fn, _) in NESTING.items() if jx.is_remat(nesting_equation(fn)[1])} == {"remat"}
+    assert {kind for kind, (fn, _) in NESTING.items() if jx.is_remat(nesting_equation(fn)[1])} == {"remat", "next remat"}
+
+
+def test_the_derivative_of_a_primitive_that_is_an_object_is_of_its_new_program():
+    program, equation = nesting_equation(hijax)
+    new = jx.map_subprograms(equation, lambda _: jax.make_jaxpr(jnp.tanh)(X))
+    changed = jx.with_body(program, eqns=[new], outvars=jx.body(program).outvars)
+    gradient = jax.jit(jax.grad(lambda x: jx.evaluate(changed, [x])[0]))(X)
+    np.testing.assert_allclose(gradient, 2 * jax.grad(jnp.tanh)(X), rtol=1e-6)
+
+
+def test_a_primitive_that_is_an_object_may_get_arrays_of_another_shape():
+    _, equation = nesting_equation(next_remat)
+    (old,), (out,) = equation.invars, equation.outvars
+    var, new_out = (jx.new_var_of(v, (3,)) for v in (old, out))
+    new = jx.map_subprograms(equation.replace(invars=[var], outvars=[new_out]), lambda _: jax.make_jaxpr(jnp.sin)(jnp.ones(3)))
+    program = jx.program_of(next(jx.subprograms(equation)), [var], [new], [new_out])
+    gradient = jax.grad(lambda x: jx.evaluate(program, [x])[0].sum())(jnp.ones(3))
+    np.testing.assert_allclose(gradient, jnp.cos(jnp.ones(3)), rtol=1e-6)
 
 
 def test_a_named_value_is_recognised():
     program, _ = jx.trace(lambda x: jnp.sin(tensor(x, "heads")), X)
     assert [jx.tensor_name(e) for e in jx.body(program).eqns] == ["heads", None]
+    with next_checkpoint():
+        program, _ = jx.trace(jax.checkpoint(lambda x: jnp.sin(tensor(x, "heads"))), X)
+    assert [jx.tensor_name(e) for e in jx.body(next(jx.subprograms(jx.body(program).eqns[0]))).eqns] == ["heads", None]
 
 
-def test_a_remat_policy_is_asked_about_names():
+@pytest.mark.parametrize("is_next", [False, pytest.param(True, marks=asks_policies)])
+def test_a_remat_policy_is_asked_about_names(is_next):
     asked = []
 
     def policy(primitive, *_, **params):
         asked.append(primitive.name == "name" and params["name"])
         return False
 
-    jax.make_jaxpr(jax.grad(jax.checkpoint(lambda x: jnp.sin(tensor(jnp.sin(x), "h")), policy=policy)))(X)
+    with next_checkpoint(is_next):
+        program, _ = jx.trace(jax.checkpoint(lambda x: jnp.sin(tensor(jnp.sin(x), "h")), policy=policy), X)
+        jax.make_jaxpr(jax.grad(lambda x: jx.evaluate(program, [x])[0]))(X)
     assert "h" in asked
-    assert False in asked
+    # The next implementation asks about names, matmuls and convolutions alone.
+    assert (False in asked) is not is_next
+
+
+def test_a_policy_that_jax_does_not_ask_is_known():
+    with next_checkpoint():
+        program, _ = jx.trace(jax.checkpoint(lambda x: jnp.sin(tensor(jnp.sin(x), "h"))), X)
+    (equation,) = jx.body(program).eqns
+    keeps = [ignores_policy(jx.with_params(equation, policy=lambda *_, **__: answer)) for answer in (True, False)]
+    assert keeps == [not ASKS_POLICIES, False]
 
 
 def test_a_place_counts_vmaps_and_signals():
@@ -258,7 +321,9 @@ def test_the_backward_pass_of_a_recomputed_part_of_a_loop_is_in_its_signal_once(
                 yield from paths(inner, place)
 
     # Some versions of JAX have equations outside of the signal, too.
-    assert set(paths(jax.make_jaxpr(jax.grad(loss))(X), Place())) - {""} == {"layers", "layers/mlp"}
+    for is_next in (False, True):
+        with next_checkpoint(is_next):
+            assert set(paths(jax.make_jaxpr(jax.grad(loss))(X), Place())) - {""} == {"layers", "layers/mlp"}
 
 
 def test_a_dropped_result_and_a_literal_are_recognised():

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 import jgt
 from jgt.planner.flops import flops
-from jgt.replacements.device_plan import MeaningPolicy, is_recomputed, run_on_devices
+from jgt.program.jaxpr import is_recomputed
+from jgt.replacements.device_plan import MeaningPolicy, run_on_devices
 
 MESH = {"data": 2, "tensor": 4}
 

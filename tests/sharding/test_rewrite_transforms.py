@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from jax._src.ad_checkpoint import saved_residuals
 from jax.sharding import PartitionSpec as P
+from next_checkpoint import ASKS_POLICIES, either_checkpoint, next_checkpoint  # noqa: F401
 from programs import all_constraints, assert_same, assert_same_derivatives, constraints, derivatives
 from rewrites import MESH, U, W, X, block, name_of, out_rules, plain, scan, unsharded
 
 import jgt
+from jgt.document import InputError
 from jgt.signal import context, tensor
 
 # -- shard_map
@@ -192,40 +194,52 @@ def kept(model, **actions):
     return found.count("device") - extra, found.count("host")
 
 
+@pytest.mark.usefixtures("either_checkpoint")
 @pytest.mark.parametrize("model", [named_plain, named_scan], ids=name_of)
 def test_a_region_that_the_rules_make_keeps_names_and_nothing_else(model):
     assert kept(model, q="keep") == (2, 0)
 
 
+@pytest.mark.usefixtures("either_checkpoint")
 @pytest.mark.parametrize("model", [named_remat, named_remat_scan], ids=name_of)
 def test_a_region_of_the_model_keeps_what_it_is_told(model):
     assert kept(model, q="keep") == (1, 0)
     assert kept(model, q="keep", k="keep") == (2, 0)
 
 
+@pytest.mark.usefixtures("either_checkpoint")
 @pytest.mark.parametrize("model", [named_plain, named_scan, named_remat, named_remat_scan], ids=name_of)
 def test_what_is_recomputed_is_not_kept(model):
     assert kept(model, q="recompute", k="recompute") == (0, 0)
     assert kept(model, q="recompute", k="keep") == (1, 0)
 
 
+@pytest.mark.usefixtures("either_checkpoint")
 @pytest.mark.parametrize("model", [named_plain, named_scan, named_remat, named_remat_scan], ids=name_of)
 def test_what_is_offloaded_is_kept_on_the_host(model):
     assert kept(model, q="offload", k="recompute") == (0, 1)
     assert kept(model, **{"*": "offload"}) == (0, 2)
 
 
+@pytest.mark.usefixtures("either_checkpoint")
 @pytest.mark.parametrize("model", [named_plain, named_scan, named_remat, named_remat_scan], ids=name_of)
 def test_what_the_backward_pass_finds_changes_no_value(model):
     assert_same(derivatives(jgt.shard(model, save_rules(q="offload", k="recompute"), MESH), W, X), unsharded(model))
 
 
+@pytest.mark.usefixtures("either_checkpoint")
 def test_a_policy_of_the_model_holds_for_all_else():
     only_k = jax.checkpoint(named, policy=jax.checkpoint_policies.save_only_these_names("k"))
     model = lambda w, x: only_k(x, w)  # noqa: E731
     assert len(residuals(model, X)) == 1
     assert kept(model, q="keep") == (2, 0)
     assert kept(model, k="recompute") == (0, 0)
+
+
+@pytest.mark.skipif(ASKS_POLICIES, reason="this JAX asks policies with jax_remat3")
+def test_a_policy_that_jax_would_not_ask_is_refused():
+    with next_checkpoint(), pytest.raises(InputError, match="Set JAX_REMAT3=0, or use a newer jax"):
+        kept(named_plain, q="keep")
 
 
 @pytest.mark.parametrize(("model", "prevents"), [(named_scan, False), (named_plain, True)], ids=["scan", "plain"])

@@ -48,7 +48,7 @@ _CALLS = names(
 def runs_programs(equation: Equation) -> bool:
     """Whether an equation applies the programs in its params to its own operands, so that they can be followed."""
     # By name, because other primitives have programs too: the one in a sort or a scatter combines single elements.
-    return equation.primitive.name in _CALLS
+    return equation.primitive.name in _CALLS or jx.is_remat(equation)
 
 
 def result_rows(equation: Equation, twin: Equation, operand_rows: OperandRows, num_rows: tuple[int, int]) -> list[Rows | None]:

@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 from jgt.planner.hlo.graph import consumers, producers
 from jgt.planner.hlo.instruction import Instruction
 from jgt.planner.hlo.text import Module
-from jgt.program.scopes import BACKWARD, ON_DEVICES, PIPELINE, PREFIX, RECOMPUTE, REPLICAS
+from jgt.program.scopes import BACKWARD, ON_DEVICES, PIPELINE, PREFIX, RECOMPUTE, REPLICAS, listed_once
 
 Phase = Literal["forward", "backward", "recompute"]
 
@@ -35,9 +35,8 @@ EXCHANGED = "replicas"
 
 # A scope of jgt's, wherever it begins: after a slash, or in the bracket of `jvp(`, but not inside a longer word.
 _SIGNAL = re.compile(rf"(?<![\w.-]){re.escape(PREFIX)}([\w.-]+)")
-# In a backward pass JAX lists the scopes around a recomputed region twice: `transpose(jvp(a))/b/jvp(a)/b`, and those inside the body of a
-# loop too: `transpose(jvp(a))/while/body/b/c/b/c/checkpoint`. The sum of two cotangents there is an `add_any`.
-_TWICE = re.compile(r"(transpose\(jvp\(([^()]*)\)\)((?:/[^/]+)*?))/jvp\(\2\)\3(?=/|$)")
+# In a backward pass JAX lists the scopes around a recomputed region twice (`listed_once`), and in the body of a loop without `jvp`:
+# `transpose(jvp(a))/while/body/b/c/b/c/checkpoint`. The sum of two cotangents there is an `add_any`.
 _TWICE_IN_BODY = re.compile(r"(?:(?<=/)|^)((?:[^/]+/)+)\1(?=(?:checkpoint|add_any)(?:/|$))")
 _MAX_HOPS = 6
 _Step = Callable[[Module, Instruction], Iterator[Instruction]]
@@ -62,11 +61,18 @@ def origin_of(op_name: str) -> Origin | None:
         # One collective may add up the gradients of several signals.
         return Origin(EXCHANGED, phase_of(op_name))
     # Scopes are listed from the outermost inwards, as a signal's path is. Words of JAX between them, such as `while`, are left out.
-    signals = _SIGNAL.findall(_TWICE_IN_BODY.sub(r"\1", _TWICE.sub(r"\1", op_name)))
+    signals, phase = _signals(_TWICE_IN_BODY.sub(r"\1", op_name)), phase_of(op_name)
     if signals:
-        return Origin("/".join(signals), phase_of(op_name))
+        return Origin("/".join(signals), phase)
     # Operations that a pipeline adds to the model, such as sends to the next stage, have a separate signal.
     return Origin("pipeline", phase_of(op_name)) if PIPELINE in op_name else None
+
+
+def _signals(op_name: str) -> list[str]:
+    matches = list(_SIGNAL.finditer(op_name))
+    before = [op_name[start : match.start()] for match, start in zip(matches, [0, *(m.end() for m in matches)], strict=False)]
+    begins = {n for n, text in enumerate(before) if "jvp(" in text} if phase_of(op_name) != "forward" else set[int]()
+    return listed_once([match[1] for match in matches], begins)
 
 
 def signal_of(op_name: str) -> str:

@@ -53,8 +53,7 @@ def with_grouped_matmuls(program: Program) -> Program:
             new = jax.make_jaxpr(run)(*[jx.struct_of(a) for a in equation.invars])
             eqns += inlined(new, equation, equation.invars, equation.outvars)
             continue
-        params = jx.map_subprograms(equation, with_grouped_matmuls)
-        changed = equation if params is None else equation.replace(params=params)
+        changed = jx.map_subprograms(equation, with_grouped_matmuls)
         eqns.append(map_backward(changed, lambda rule, _: with_grouped_matmuls(rule)))
     return jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
 

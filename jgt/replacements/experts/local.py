@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Program, Var
@@ -101,17 +100,11 @@ class _Search:
             return equation
         invars = [new.get(v, v) if jx.is_var(v) else v for v in equation.invars]
         outvars = [new.get(v, v) for v in equation.outvars]
-        params: dict[str, Any] = equation.params
+        new_equation = equation.replace(invars=invars, outvars=outvars)
         if isinstance(call := call_of(equation), ExpertCall):
-            params = {**params, "plan": replace(call, held_by=touched[0])}
-        elif list(jx.subprograms(equation)):
-            results = {n: wanted[v] for n, v in enumerate(equation.outvars) if v in wanted}
-
-            def change(inner: Program) -> Program:
-                return self.local(inner, place, self.wanted(inner, place, results))
-
-            params = jx.map_subprograms(equation, change) or params
-        return equation.replace(invars=invars, outvars=outvars, params=params)
+            return jx.with_params(new_equation, plan=replace(call, held_by=touched[0]))
+        results = {n: wanted[v] for n, v in enumerate(equation.outvars) if v in wanted}
+        return jx.map_subprograms(new_equation, lambda inner: self.local(inner, place, self.wanted(inner, place, results)))
 
     def _smaller(self, var: Var, axis: str) -> Var:
         first, *rest = jx.shape_of(var)

@@ -17,6 +17,13 @@ NAMES = {
     "jit(step)/while/body/transpose(jvp())/sig.mlp/jvp()/sig.mlp/rematted_computation/mul": ("mlp", "recompute"),
     "jit(step)/transpose(jvp(sig.layers))/sig.mlp/jvp(sig.layers)/sig.mlp/mul": ("layers/mlp", "backward"),
     "jit(step)/transpose(jvp(sig.layers))/jvp(sig.layers)/rematted_computation/sig.mlp/mul": ("layers/mlp", "recompute"),
+    "jit(step)/transpose(jvp(sig.layers))/rematted_computation/checkpoint/eval_jaxpr/jvp(jvp(sig.layers))/sig.mlp/mul": (
+        "layers/mlp",
+        "recompute",
+    ),
+    "jit(step)/transpose(jvp(sig.layers))/while/body/sig.mlp/transpose(jvp(sig.mlp))/dot_general": ("layers/mlp", "backward"),
+    "jit(step)/transpose(jvp(sig.a))/sig.b/sig.c/transpose(jvp(jvp(sig.a)))/sig.b/sig.c/sig.d/mul": ("a/b/c/d", "backward"),
+    "jit(step)/jvp(sig.layers)/sig.a/jvp(sig.a)/mul": ("layers/a/a", "forward"),
     "jit(step)/transpose(jvp(sig.layers))/sig.layers/mul": ("layers/layers", "backward"),
     "jit(step)/transpose(jvp(sig.layers))/while/body/sig.a/sig.b/sig.a/sig.b/checkpoint/mul": ("layers/a/b", "backward"),
     "jit(step)/transpose(jvp(sig.layers))/while/body/sig.a/sig.a/checkpoint/rematted_computation/mul": ("layers/a", "recompute"),

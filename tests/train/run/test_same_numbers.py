@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from next_checkpoint import asks_policies, next_checkpoint
 
 from train.config import load
 from train.data.opening import open_data
@@ -117,6 +118,14 @@ def test_sharded_runs_have_the_curve_of_one_device(measure, name):
 )
 def test_other_models_also_when_layers_are_recomputed(measure, model, remat):
     assert_same(measure(*sharded("fsdp_tensor"), *model, f"train.remat={remat}", steps=4), measure(*model, steps=4))
+
+
+@pytest.mark.parametrize("remat", ["block", pytest.param("matmuls", marks=asks_policies)])
+def test_jaxs_next_checkpoint_gives_the_same_numbers(measure, tiny_file, remat):
+    overrides = ["optimizer.clip=null", f"optimizer.b1={B1}", *sharded("fsdp_tensor"), f"train.remat={remat}"]
+    with next_checkpoint():
+        curve = _curve(load(tiny_file, overrides), 4)
+    assert_same(curve, measure(steps=4))
 
 
 def test_bf16_is_near_f32(measure):
