@@ -18,6 +18,7 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
+from jgt.sharding.partitioner.nans import add_flags, keeps_extremes, loses_nans
 from jgt.sharding.partitioner.shardy import Splits, count_parts, type_shape
 
 _MERGES_SLICES = tuple(int(part) for part in metadata.version("jaxlib").split(".")[:2]) < (0, 12)
@@ -163,47 +164,8 @@ def _reshapes_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:
     return any(size == count_parts(axes) > 1 for size, axes in zip(type_shape(op.results[0]), layouts[1], strict=True))
 
 
-def _combines_extremes(op: Any) -> bool:
-    """Whether a reduction or a scatter of floating-point numbers keeps the larger or the smaller of two."""
-    inside = [inner.name for inner in op.regions[0].blocks[0].operations]
-    return len(op.results) == 1 and _is_float(op.results[0]) and inside[:-1] in (["stablehlo.maximum"], ["stablehlo.minimum"])
-
-
-def _reduces_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:
-    return any(layouts[0][d] for d in ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
-
-
-def _scatters_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:
-    return any(layouts[2][d] for d in _scattered(op)[1])
-
-
-def _add_nans(op: Any) -> None:
-    """Has the same operation tell beside it which results are of a NaN: by flags, 1 for a NaN where it keeps the larger of two, else 0."""
-    of_nan = float(next(iter(op.regions[0].blocks[0].operations)).name == "stablehlo.maximum")
-    flags = op.clone(ir.InsertionPoint(op))
-    for n, value in enumerate(op.operands):
-        if _is_float(value):
-            with ir.InsertionPoint(flags):
-                flags.operands[n] = stablehlo.convert(value.type, _compare(value, value, "NE" if of_nan else "EQ"))
-    result = op.results[0]
-    with ir.InsertionPoint.after(op):
-        nan, flag = (stablehlo.constant(_splat(result.type, number)) for number in (math.nan, of_nan))
-        chosen = stablehlo.select(_compare(flags.results[0], flag, "EQ"), nan, result)
-    result.replace_all_uses_except(chosen, chosen.owner.operation)
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(ir.RankedTensorType(value.type).element_type, ir.FloatType)
-
-
-def _compare(a: Any, b: Any, how: str) -> Any:
-    return stablehlo.compare(a, b, stablehlo.ComparisonDirectionAttr.get(how))
-
-
-def _splat(kind: Any, number: float) -> Any:
-    element = ir.RankedTensorType(kind).element_type
-    scalar = ir.FloatAttr.get(element, number) if isinstance(element, ir.FloatType) else ir.IntegerAttr.get(element, int(number))
-    return ir.DenseElementsAttr.get_splat(kind, scalar)
+def _splat(kind: Any, number: int) -> Any:
+    return ir.DenseElementsAttr.get_splat(kind, ir.IntegerAttr.get(ir.RankedTensorType(kind).element_type, number))
 
 
 _CLAMP = Mend(
@@ -234,11 +196,11 @@ _NANS = {
         form="flags of NaNs beside them",
         on_cpu=True,
         sends=True,
-        concerns=_combines_extremes,
+        concerns=keeps_extremes,
         is_wrong=is_wrong,
-        apply=_add_nans,
+        apply=add_flags,
     )
-    for name, is_wrong in (("reduce", _reduces_wrongly), ("scatter", _scatters_wrongly))
+    for name, is_wrong in (("reduce", loses_nans), ("scatter", lambda op, layouts: any(layouts[2][d] for d in _scattered(op)[1])))
 }
 _MENDS: dict[str, tuple[Mend, ...]] = {
     "stablehlo.dynamic_slice": (_CLAMP,),

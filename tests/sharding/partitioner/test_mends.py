@@ -132,6 +132,45 @@ def test_a_nan_survives_the_extremes_of_split_rows(name, place):
     assert np.array_equal(sharded(jnp.ones(8), x), NANS[name](x), equal_nan=True)
 
 
+def normalized(x, axis):
+    return jnp.exp(x - jnp.max(x, axis, keepdims=True)) / jnp.sum(x, axis, keepdims=True)
+
+
+BEHIND = {
+    "softmax": (jax.nn.softmax, False),
+    "log_softmax": (jax.nn.log_softmax, False),
+    "logsumexp": (lambda x: jax.nn.logsumexp(x, -1), False),
+    "a gradient": (jax.grad(lambda x: jnp.sum(jax.nn.logsumexp(x, -1) * jnp.arange(1.0, 17))), False),
+    "a share of the sum": (lambda x: normalized(x, -1), False),
+    "without a sum": (lambda x: x - jnp.max(x, -1, keepdims=True), True),
+    "a sum of others": (lambda x: x - jnp.max(x, -1, keepdims=True) + jnp.sum(x, 0, keepdims=True), True),
+    "a sum that is turned": (lambda x: jnp.max(x, -1)[:, None] + jnp.sum(x, -1)[None, :], True),
+    "a maximum that is turned": (lambda x: jnp.max(x, -1)[None, :] + jnp.sum(x, -1)[:, None], True),
+    "a choice": (lambda x: jnp.where(jnp.max(x, -1, keepdims=True) > 0, x, jnp.sum(x, -1, keepdims=True)), True),
+    "a masked sum": (lambda x: jnp.max(x, -1) + jnp.sum(jnp.where(x > 0, x, 0), -1), True),
+    "a comparison": (lambda x: jnp.max(x, -1, keepdims=True) == x, True),
+    "an integer": (lambda x: (jnp.sum(x, -1) + jnp.max(x, -1)).astype(int), False),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_a_maximum_has_flags_only_where_its_nan_would_be_seen(name):
+    fn, has_flags = BEHIND[name]
+    rules = jgt.make_rules({"signals": {"m": {"tensors": {"x": [None, "data"]}}}, "default": "replicate", "inputs": []})
+
+    def named(_, x):
+        with jgt.signal.context("m"):
+            return fn(jgt.signal.tensor(x, "x"))
+
+    sharded = jax.jit(jgt.shard(named, rules, jgt.make_mesh({"data": 8})))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((16, 16), np.float32))
+    with avoided_faults() as avoided:
+        for place in ((0, 0), (3, 15), (9, 4)):
+            spoiled = x.at[place].set(jnp.nan)
+            assert np.allclose(sharded({}, spoiled), jax.jit(fn)(spoiled), rtol=1e-4, equal_nan=True)
+    assert has_flags is any("flags" in one.after for one in avoided)
+
+
 def test_a_result_that_only_a_constraint_reads_has_its_layout():
     rules = {"signals": {"m": {"tensors": {"x": ["data", None], "row": [["tensor", "data"]]}}}, "default": "replicate", "inputs": []}
 
