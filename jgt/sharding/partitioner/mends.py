@@ -117,6 +117,11 @@ def _updates_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:
     return any(layouts[0][d] or layouts[-1][d] for d in _scattered(op)[0])
 
 
+def _shares_updates(op: Any, layouts: Sequence[Splits]) -> bool:
+    """Whether devices compare their updates, because the indices or the updates of a scatter are split."""
+    return any(layouts[1]) or any(layouts[2][d] for d in _scattered(op)[1])
+
+
 def _hold_operands(op: Any) -> None:
     """Hides from XLA how the operands were made: by a slice that it would merge with a scatter's own, or by a broadcast."""
     count = len(op.results)
@@ -200,7 +205,7 @@ _NANS = {
         is_wrong=is_wrong,
         apply=add_flags,
     )
-    for name, is_wrong in (("reduce", loses_nans), ("scatter", lambda op, layouts: any(layouts[2][d] for d in _scattered(op)[1])))
+    for name, is_wrong in (("reduce", loses_nans), ("scatter", _shares_updates))
 }
 _MENDS: dict[str, tuple[Mend, ...]] = {
     "stablehlo.dynamic_slice": (_CLAMP,),

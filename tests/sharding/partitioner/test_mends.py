@@ -136,6 +136,18 @@ def normalized(x, axis):
     return jnp.exp(x - jnp.max(x, axis, keepdims=True)) / jnp.sum(x, axis, keepdims=True)
 
 
+def test_a_nan_survives_where_the_indices_alone_are_split():
+    rules = {"inputs": {"k": ["data"]}, "signals": {"m": {"tensors": {"x": [None, "data"], "out": [None, None]}}}, "default": "replicate"}
+
+    def smallest(x, k):
+        with jgt.signal.context("m"):
+            return jgt.signal.tensor(jnp.ones_like(x).at[:, k].min(jgt.signal.tensor(x, "x")), "out")
+
+    x, k = arrays()[1].at[3, 5].set(jnp.nan), jnp.arange(8)
+    sharded = jax.jit(jgt.shard(smallest, jgt.make_rules(rules), jgt.make_mesh({"data": 8})))
+    assert np.array_equal(sharded(x, k), smallest(x, k), equal_nan=True)
+
+
 BEHIND = {
     "softmax": (jax.nn.softmax, False),
     "log_softmax": (jax.nn.log_softmax, False),
