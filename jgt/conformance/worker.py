@@ -1,0 +1,190 @@
+# pyright: basic
+"""A process that draws and judges programs: jobs come as lines of JSON, and answers go back in the same way.
+
+XLA's compiler may abort, which ends the process. So each program is named before it is compiled (`trying`), and the process that asks
+starts another one (campaign.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+import jgt
+from jgt.conformance.classes import Muted
+from jgt.conformance.grammar import draw_chain, single_operations
+from jgt.conformance.judge import Judge, WrongArray, as_is, on_mesh, outcome_of, shaped, values_of
+from jgt.conformance.layouts import MESHES, Coverage, cells, lay_out
+from jgt.conformance.program import AXES, DRAWS, DrawnProgram
+from jgt.sharding.partitioner import avoided_faults
+from jgt.signal import context, tensor
+
+LAYOUTS = 3
+"""A chain has so many layouts, each compiled alone."""
+_BUNDLE = 64
+"""Layouts of a single operation in one compiled program."""
+_Answer = dict[str, Any]
+
+
+class Worker:
+    """Answers jobs. sharded: makes a function of the arguments of several programs from these programs."""
+
+    def __init__(self, run: Callable[[Sequence[DrawnProgram]], Callable[..., Any]], say: Callable[[_Answer], None]):
+        self._run, self._say = run, say
+        self._coverage, self._muted = Coverage(), Muted()
+
+    def answer(self, job: Mapping[str, Any]) -> _Answer:
+        """The answer to one job."""
+        answer = getattr(self, f"_{job['do']}")(job)
+        return answer | {"cpu": time.process_time()}
+
+    def _know(self, job: Mapping[str, Any]) -> _Answer:
+        self._coverage.add(job.get("cells", ()))
+        self._muted = Muted.of_json(job["muted"])
+        return {}
+
+    def _chain(self, job: Mapping[str, Any]) -> _Answer:
+        rng = random.Random(f"chain {job['seed']}")
+        coverage = self._coverage if job.get("steered", True) else Coverage()
+        program = draw_chain(rng, coverage, shaped, lambda program: self._muted.hides(program, rng))
+        if not program.steps:
+            return _nothing()
+        drafts = [lay_out(rng, program, rng.choice(MESHES)) for _ in range(2 * LAYOUTS)]
+        laid_out = []
+        for _ in range(LAYOUTS):
+            laid_out.append(coverage.least(drafts, cells))
+            drafts.remove(laid_out[-1])
+            coverage.add(cells(laid_out[-1]))
+        judges = [Judge(program, draw) for draw in DRAWS]
+        return _sum([self._judge_all([program], judges) for program in laid_out])
+
+    def _single(self, job: Mapping[str, Any]) -> _Answer:
+        rng = random.Random(f"single {job['seed']}")
+        pairs = [(operation, mesh) for operation in single_operations() for mesh in set(MESHES) if len(mesh) > 1]
+        drawn = [pair for pair in rng.sample(pairs, 12) if not self._muted.hides(pair[0], rng, len(pair[1]))] or pairs[:1]
+        coverage = self._coverage if job.get("steered", True) else Coverage()
+        operation, mesh = coverage.least(drawn, lambda pair: (f"{pair[0].forms[0]} on {pair[1]}",))
+        coverage.add([f"{operation.forms[0]} on {mesh}"])
+        program = replace(shaped(operation), salt=rng.randrange(10**6), gradient=rng.random() < 0.5)
+        laid_out = [lay_out(rng, program, mesh, share=0.8) for _ in range(job.get("bundle", _BUNDLE))]
+        return self._judge_all(laid_out, [Judge(program, draw) for draw in DRAWS])
+
+    def _judge(self, job: Mapping[str, Any]) -> _Answer:
+        program = DrawnProgram.of_json(job["program"])
+        try:
+            program = shaped(program)
+        except Exception as error:
+            return _nothing(illegal=str(error)[:200])
+        answer = self._judge_all([program], [Judge(program, draw) for draw in job.get("draws", DRAWS)])
+        return answer | {
+            "program": program.to_json(),
+            "one device": bool(answer["wrong"]) and self._is_of_one_device(program, answer["wrong"][0]),
+        }
+
+    def _judge_all(self, programs: Sequence[DrawnProgram], judges: Sequence[Judge]) -> _Answer:
+        """Judges several layouts of one program, compiled together. If XLA refuses them, each half is compiled alone."""
+        self._say({"trying": programs[0].to_json(), "of": len(programs)})
+        wrong: dict[int, list[WrongArray]] = {}
+        try:
+            run = self._run(programs)
+            for judge in judges:
+                for number, results in enumerate(run([judge.arguments] * len(programs))):
+                    if found := judge.differences(results):
+                        wrong.setdefault(number, []).extend(found)
+        except Exception as error:
+            if half := len(programs) // 2:
+                return _sum([self._judge_all(part, judges) for part in (programs[:half], programs[half:])])
+            return _nothing(programs=1, refused=[f"{type(error).__name__}: {error}"[:300]])
+        found = [{"program": programs[n].to_json(), "differences": [d.to_json() for d in wrong[n]]} for n in wrong]
+        met = list(cells(programs[0])) if len(programs) == 1 else []
+        right = len(programs) - len(found)
+        return _nothing(programs=len(programs), wrong=found, right=right, changed=getattr(run, "changed", 0), cells=met)
+
+    @staticmethod
+    def _is_of_one_device(program: DrawnProgram, wrong: Mapping[str, Any]) -> bool:
+        """Whether the program is wrong on one device, too, once it is compiled."""
+        judge = Judge(program, wrong["differences"][0]["draw"])
+        found = judge.differences(jax.jit(lambda arguments: outcome_of(program, arguments, as_is))(judge.arguments))
+        return bool({difference.what for difference in found} & {difference["what"] for difference in wrong["differences"]})
+
+
+def _nothing(**more: Any) -> _Answer:
+    return {"programs": 0, "right": 0, "changed": 0, "wrong": [], "refused": [], "cells": []} | more
+
+
+def _sum(answers: Sequence[_Answer]) -> _Answer:
+    total = _nothing()
+    return {key: sum((answer[key] for answer in answers), value) for key, value in total.items()}
+
+
+def plainly(programs: Sequence[DrawnProgram]) -> Callable[..., Any]:
+    """The programs as a user's own constraints lay them out."""
+    places = [on_mesh(program) for program in programs]
+    return jax.jit(lambda arguments: [outcome_of(*each) for each in zip(programs, arguments, places, strict=True)])
+
+
+def through_jgt(programs: Sequence[DrawnProgram]) -> Callable[..., Any]:
+    """The programs as `jgt.shard` lays them out by rules. Its `changed` is the number of operations that jgt gave another layout."""
+    evaluated = [_sharded(program) for program in programs]
+    jitted = jax.jit(lambda arguments: [outcome_of(p, a, as_is, e) for p, a, e in zip(programs, arguments, evaluated, strict=True)])
+
+    def run(arguments: Any) -> Any:
+        with avoided_faults() as avoided:
+            found = jitted(arguments)
+        run.changed += len(avoided)
+        return found
+
+    run.changed = 0
+    return run
+
+
+def _sharded(program: DrawnProgram) -> Callable[..., Any]:
+    """`values_of` by `jgt.shard`: an argument that has a gradient is a parameter, and every value is a named tensor."""
+    specs = {name: [list(axes) or None for axes in spec] for name, spec in program.specs.items()}
+    first = program.moved[:1]
+    others = [value.name for value in program.inputs if value.name not in first]
+    # A rule for a parameter counts the dims that are left where an index reads only a part of it, as chains may. A named tensor has all.
+    is_single = [step.kind for step in program.steps] == ["single"]
+    places = {"params": set(first) if is_single else set(), "inputs": set(others)}
+    places["tensors"] = set(specs) - places["params"] - places["inputs"]
+    rules = {key: {name: specs[name] for name in names if name in specs} for key, names in places.items()}
+    inputs = rules.pop("inputs")
+    mesh = jgt.make_mesh(dict(zip(AXES, program.mesh, strict=False)), devices=jax.devices()[: program.num_devices])
+
+    def forward(params: Any, batch: Any) -> dict[str, Any]:
+        with context("m"):
+            return values_of(program, params | batch, lambda name, value: tensor(value, name))
+
+    sharded = jgt.shard(forward, jgt.make_rules({"signals": {"m": rules}, "inputs": inputs, "default": "replicate"}), mesh, partial=True)
+
+    def evaluate(_: DrawnProgram, arguments: Mapping[str, Any], place: Any) -> dict[str, Any]:
+        return sharded({name: arguments[name] for name in first}, {name: arguments[name] for name in others})
+
+    return evaluate
+
+
+def main() -> None:
+    """Answers until the input ends."""
+    os.nice(10)
+    # What others print must not get among the answers.
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def say(answer: Mapping[str, Any]) -> None:
+        print(json.dumps(answer), file=out, flush=True)
+
+    worker = Worker(through_jgt if sys.argv[1:] == ["--jgt"] else plainly, say)
+    for line in sys.stdin:
+        say(worker.answer(json.loads(line)))
+
+
+if __name__ == "__main__":
+    main()
