@@ -70,6 +70,7 @@ _OWN = {
     "compare": Command(purpose="show what two runs differ in", place=".report.__main__:compare"),
     "check": Command(purpose="check the rules against the mesh and the shapes, without devices", place=".run.__main__:check"),
     "verify": Command(purpose="show that the layout changes no number, on virtual devices", place=".run.__main__:verify"),
+    "conformance": Command(purpose="search JAX for programs that it computes wrongly over devices", place="jgt.conformance.__main__"),
     "plan": Command(purpose="show what XLA does with the training step, also for GPUs that you do not have", place=".plan.__main__"),
     "inspect": Command(purpose="show which model a folder of Hugging Face describes", place=".run.__main__:inspect"),
     "eval": Command(purpose="evaluate a model: on held-out data, on texts or on tasks", place=".commands.evaluate"),

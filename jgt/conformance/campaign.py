@@ -9,9 +9,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -40,25 +39,25 @@ class Crash:
 class Asker:
     """Asks a worker, and starts another one when it has ended. through_jgt: it runs programs through `jgt.shard`.
 
-    cpu: the seconds of all its processes.
+    knowledge: what each new worker is told before its first job.
     """
 
-    def __init__(self, *, through_jgt: bool = False):
+    def __init__(self, knowledge: Callable[[], Mapping[str, Any] | None] = lambda: None, *, through_jgt: bool = False):
         self._command = [sys.executable, "-W", "ignore", "-m", "jgt.conformance.worker", *(["--jgt"] if through_jgt else [])]
+        self._knowledge = knowledge
         self._process: subprocess.Popen[str] | None = None
-        self._known: Mapping[str, Any] | None = None
         self._jobs, self._ended, self._latest = 0, 0.0, 0.0
 
     @property
     def cpu(self) -> float:
-        """CPU seconds so far."""
+        """The CPU seconds of all its processes so far."""
         return self._ended + self._latest
 
-    def know(self, job: Mapping[str, Any]) -> None:
-        """Tells this worker, and those after it, what steers the drawing."""
-        self._known = {"do": "know", **job}
-        if self._process is not None:
-            self.ask(self._known)
+    def tell(self) -> None:
+        """Tells the worker what is known now."""
+        known = self._knowledge()
+        if self._process is not None and known is not None:
+            self.ask({"do": "know", **known})
 
     def ask(self, job: Mapping[str, Any]) -> dict[str, Any] | Crash:
         """The answer to a job, or how the worker ended."""
@@ -99,8 +98,7 @@ class Asker:
         self._jobs = 0
         self._lines: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=_read, args=(self._process.stdout, self._lines), daemon=True).start()
-        if self._known is not None:
-            self.ask(self._known)
+        self.tell()
 
     def _end(self, reason: str = "") -> str:
         assert self._process is not None
@@ -135,8 +133,3 @@ class Counts(Counter[str]):
 def versions() -> dict[str, str]:
     """The versions of what is searched."""
     return {name: metadata.version(name) for name in ("jax", "jaxlib")}
-
-
-def now() -> float:
-    """Seconds of wall time."""
-    return time.monotonic()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,19 +12,20 @@ from jgt.conformance.program import DrawnProgram
 
 _RARELY = 0.05
 """The least share of programs of a known class that are drawn all the same."""
+_SHRUNK = 3
+"""So many programs of a class are shrunk. Others that contain its forms are counted only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Muted:
-    """Combinations of forms that were found to be wrong, with how often. A single operation counts for each number of mesh axes."""
+    """Combinations of forms that were found to be wrong, with how often."""
 
     found: Mapping[tuple[str, ...], int] = field(default_factory=dict[tuple[str, ...], int])
 
-    def hides(self, program: DrawnProgram, rng: random.Random, axes: int = 0) -> bool:
-        """Whether a program that contains such a combination is not drawn this time."""
-        forms = {*program.forms, f"{axes} axes"}
+    def hides(self, forms: set[str], luck: float) -> bool:
+        """Whether a program with these forms contains such a combination and is not drawn. luck: a number from 0 to 1."""
         times = max((times for known, times in self.found.items() if forms.issuperset(known)), default=0)
-        return times > 0 and rng.random() > max(0.5**times, _RARELY)
+        return luck > max(0.5**times, _RARELY)
 
     def to_json(self) -> list[Any]:
         """A JSON list."""
@@ -33,3 +35,89 @@ class Muted:
     def of_json(cls, read: Sequence[Any]) -> Muted:
         """The combinations of a JSON list."""
         return cls(found={tuple(forms): times for forms, times in read})
+
+
+def form_on_axes(program: DrawnProgram, axes: int) -> str:
+    """The form of a single operation, which is muted for each number of axes alone: matmuls are wrong in several ways."""
+    return f"{program.forms[0]} on {axes} axes"
+
+
+@dataclass(kw_only=True)
+class WrongClass:
+    """Programs that are wrong in the same way, as far as their shrunk forms say. example: the listing of `program`.
+
+    lost: whether NaN or infinities are at other places. layouts: the layouts of shrunk programs. count: the wrong programs, with those that
+    contain the forms and were not shrunk. through_jgt: the outcome of `program` through `jgt.shard`.
+    """
+
+    program: DrawnProgram
+    what: str
+    lost: bool
+    one_device: bool
+    example: str = ""
+    is_confirmed: bool = False
+    count: int = 0
+    num_shrunk: int = 0
+    error: float = 0.0
+    layouts: list[str] = field(default_factory=list[str])
+    through_jgt: str = ""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The same for all programs of the class."""
+        return (self.program.forms, self.what, self.lost, self.one_device, len(self.program.mesh))
+
+    @property
+    def name(self) -> str:
+        """A line about it."""
+        axes = len(self.program.mesh)
+        where = "compiled for one device" if self.one_device else "1 mesh axis" if axes == 1 else f"{axes} mesh axes"
+        return f"{', then '.join(self.program.forms)}: {'NaN or infinity lost in the ' if self.lost else ''}{self.what}, {where}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object."""
+        known = {"name": self.name, "count": self.count, "error": self.error, "layouts": self.layouts}
+        return known | {"example": self.example, "through_jgt": self.through_jgt}
+
+
+class Classes:
+    """The classes that were found, and how often each combination of forms was wrong."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[tuple[object, ...], WrongClass] = {}
+        self._times: Counter[tuple[str, ...]] = Counter()
+
+    def __iter__(self) -> Iterator[WrongClass]:
+        return iter(sorted(self._by_key.values(), key=lambda each: -each.count))
+
+    @property
+    def muted(self) -> Muted:
+        """What is drawn rarely from now on."""
+        return Muted(found=self._times)
+
+    def known(self, program: DrawnProgram) -> WrongClass | None:
+        """The class that a wrong program is counted for without being shrunk."""
+        forms = set(program.forms)
+        fitting = (each for each in self._by_key.values() if forms.issuperset(each.program.forms) and each.num_shrunk >= _SHRUNK)
+        return next(fitting, None)
+
+    def add(self, found: WrongClass) -> tuple[WrongClass, bool]:
+        """Counts a shrunk program. Returns its class, and whether its layout is new."""
+        known = self._by_key.setdefault(found.key, found)
+        known.num_shrunk += 1
+        layout = found.program.layout()
+        is_new = layout not in known.layouts
+        if is_new:
+            known.layouts.append(layout)
+        self.count(known, found.error)
+        return known, is_new
+
+    def count(self, known: WrongClass, error: float) -> None:
+        """Counts a program of a class."""
+        known.count += 1
+        known.error = max(known.error, error if math.isfinite(error) else 0.0)
+        self._times[known.program.forms] += 1
+
+    def mute(self, form: str) -> None:
+        """Counts a wrong program of a single operation."""
+        self._times[form,] += 1

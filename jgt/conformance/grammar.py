@@ -77,8 +77,9 @@ def _operation(line: str) -> DrawnProgram:
     inputs: list[DrawnArgument] = []
     for dtype, bound, shape in re.findall(r"(float32|index(\d+))\[([\d,]+)\]", shapes):
         sizes = tuple(map(int, shape.split(",")))
-        name = f"x{len(inputs)}"
-        inputs.append(DrawnArgument(name=name, shape=sizes, dtype="int32" if bound else dtype, bound=int(bound) if bound else None))
+        number = len(inputs)
+        size = int(bound) if bound else None
+        inputs.append(DrawnArgument(name=f"x{number}", shape=sizes, dtype="int32" if bound else dtype, seed=number, bound=size))
     step = Step(name="v0", shape=(), dtype="", kind="single", code=code, operand="x0", dim=0)
     return DrawnProgram(inputs=tuple(inputs), steps=(step,), outputs=("v0",), gradient=False, salt=0, specs={})
 
@@ -116,7 +117,8 @@ class Fields(Mapping[str, object]):
         return text.replace("[@", "[" + ":, " * self.dim).format_map(self)
 
     def _input(self, shape: tuple[int, ...], bound: int | None = None, dtype: str = "int32") -> str:
-        self.inputs.append(DrawnArgument(name=f"k{self._num + len(self.inputs)}", shape=shape, dtype=dtype, bound=bound))
+        number = self._num + len(self.inputs)
+        self.inputs.append(DrawnArgument(name=f"k{number}", shape=shape, dtype=dtype, seed=number, bound=bound))
         return self.inputs[-1].name
 
     def _with_size(self, size: object, others: object = 1) -> tuple[object, ...]:
@@ -208,7 +210,7 @@ def draw_chain(rng: random.Random, coverage: Coverage, shaped: _Shaped, hidden: 
     rank = rng.choice((1, 2, 2, 2, 3))
     sizes = tuple(rng.choice(SIZES[: 4 if rank < 3 else 2]) for _ in range(rank))
     dtype = rng.choice(("float32",) * 6 + ("bfloat16", "int32"))
-    inputs = tuple(DrawnArgument(name=f"x{n}", shape=sizes, dtype=dtype) for n in range(rng.choice((1, 2, 2))))
+    inputs = tuple(DrawnArgument(name=f"x{n}", shape=sizes, dtype=dtype, seed=n) for n in range(rng.choice((1, 2, 2))))
     program = DrawnProgram(inputs=inputs, steps=(), outputs=(), gradient=False, salt=rng.randrange(10**6), specs={})
     length = rng.choice((2, 2, 3, 3, 4, 5, 6))
     for _ in range(5 * length):

@@ -105,7 +105,7 @@ def shaped(program: DrawnProgram) -> DrawnProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class WrongArray:
-    """A wrong array. error: as a share of its largest number; infinite if NaN or infinities are at other places. draw: its number."""
+    """A wrong array. error: as a share of its largest number; infinite if NaN or infinities are lost. draw: its number."""
 
     what: str
     error: float
@@ -140,6 +140,10 @@ class Judge:
         suspects = {what: got for what, got in suspects.items() if self._error(what, got, np.zeros(got.shape)) > 0}
         errors = {what: self._error(what, got, self._doubts[what]) for what, got in suspects.items()}
         return [WrongArray(what=what, error=error, draw=self._draw) for what, error in errors.items() if error > 0]
+
+    @functools.cached_property
+    def _has_special(self) -> bool:
+        return not all(np.isfinite(np.asarray(value).astype("f8")).all() for value in self.arguments.values())
 
     def _evaluated(self, arguments: Mapping[str, Any]) -> dict[str, np.ndarray]:
         with jax.disable_jit():
@@ -178,8 +182,9 @@ class Judge:
         """The largest difference as a share of the largest number, or 0 if the array may be right."""
         want, known = self.expected[what], np.isfinite(doubt)
         finite = np.isfinite(want) & np.isfinite(got)
-        same = finite | (np.isnan(want) & np.isnan(got)) | (want == got)
-        if not np.all(same | ~known):
+        # A padded sum spreads the NaN of an argument, because 0 * NaN is NaN. Only a loss of it is a fault.
+        spread = ~np.isfinite(got) & (self._has_special | ~np.isfinite(want)) & ~(np.isinf(got) & np.isinf(want))
+        if not np.all(finite | spread | (want == got) | ~known):
             return np.inf
         scale = max(float(abs(want[finite]).max(initial=0)), 1e-3)
         allowed = _SLACK[self._type] * scale + _TRUST[self._type] * float(doubt[known].max(initial=0))

@@ -41,9 +41,14 @@ class DrawnValue:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnArgument(DrawnValue):
-    """An argument. bound: an index into a dim of this size, drawn at its boundaries and beyond; otherwise None."""
+    """An argument. seed: its number among those of a program, for its draws. bound: it is an index into a dim of this size.
 
+    Indices are drawn at the boundaries of the dim and beyond.
+    """
+
+    seed: int
     bound: int | None = None
+    is_cotangent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +100,11 @@ class DrawnProgram:
     def arguments(self) -> tuple[DrawnArgument, ...]:
         """The inputs and, for a gradient, the cotangents of the outputs."""
         values = self.values
-        outputs = [values[name] for name in self.outputs if self.gradient]
-        return (*self.inputs, *(DrawnArgument(name=f"c_{value.name}", shape=value.shape, dtype=value.dtype) for value in outputs))
+        cotangents = (
+            DrawnArgument(name=f"c_{name}", shape=values[name].shape, dtype=values[name].dtype, seed=100 + number, is_cotangent=True)
+            for number, name in enumerate(self.outputs if self.gradient else ())
+        )
+        return (*self.inputs, *cotangents)
 
     @property
     def forms(self) -> tuple[str, ...]:
@@ -121,9 +129,10 @@ class DrawnProgram:
 
     def numbers(self, argument: DrawnArgument, draw: int) -> str:
         """The expression of an argument's numbers. `r(seed, *shape)` draws normal numbers."""
-        rng = random.Random(f"{argument.name} {draw} {self.salt}")
+        key = f"{argument.seed} {draw} {self.salt}"
+        rng = random.Random(key)
         shape = "".join(f", {size}" for size in argument.shape)
-        seed = zlib.crc32(f"{argument.name} {draw} {self.salt}".encode()) % 1000
+        seed = zlib.crc32(key.encode()) % 1000
         normal = f"r({seed}{shape})"
         if argument.bound is not None:
             return f"jnp.int32({_indices(rng, argument, normal)})"
@@ -131,7 +140,7 @@ class DrawnProgram:
             return f"jnp.bool_({normal} > {(0, 1, rng.choice((9, -9)))[draw]})"
         whole = f"np.round({normal} * 2)"
         kind = ("whole", "normal", random.Random(self.salt).choice(("nan", "inf", "whole", "normal")))[draw]
-        if argument.dtype == "int32" or kind == "whole" or argument.name.startswith("c_"):
+        if argument.dtype == "int32" or kind == "whole" or argument.is_cotangent:
             text = whole
         elif kind == "normal":
             text = normal

@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import jax
 
 import jgt
-from jgt.conformance.classes import Muted
+from jgt.conformance.classes import Muted, form_on_axes
 from jgt.conformance.grammar import draw_chain, single_operations
 from jgt.conformance.judge import Judge, WrongArray, as_is, on_mesh, outcome_of, shaped, values_of
 from jgt.conformance.layouts import MESHES, Coverage, cells, lay_out
@@ -29,8 +30,6 @@ from jgt.signal import context, tensor
 
 LAYOUTS = 3
 """A chain has so many layouts, each compiled alone."""
-_BUNDLE = 64
-"""Layouts of a single operation in one compiled program."""
 _Answer = dict[str, Any]
 
 
@@ -47,47 +46,49 @@ class Worker:
         return answer | {"cpu": time.process_time()}
 
     def _know(self, job: Mapping[str, Any]) -> _Answer:
-        self._coverage.add(job.get("cells", ()))
+        self._coverage = Coverage(counts=Counter(job["coverage"]))
         self._muted = Muted.of_json(job["muted"])
         return {}
 
     def _chain(self, job: Mapping[str, Any]) -> _Answer:
         rng = random.Random(f"chain {job['seed']}")
-        coverage = self._coverage if job.get("steered", True) else Coverage()
-        program = draw_chain(rng, coverage, shaped, lambda program: self._muted.hides(program, rng))
-        if not program.steps:
-            return _nothing()
-        drafts = [lay_out(rng, program, rng.choice(MESHES)) for _ in range(2 * LAYOUTS)]
-        laid_out = []
-        for _ in range(LAYOUTS):
+        coverage, luck = self._coverage if job["steered"] else Coverage(), rng.random()
+        program = draw_chain(rng, coverage, shaped, lambda program: self._muted.hides(set(program.forms), luck))
+        drafts = [lay_out(rng, program, rng.choice(MESHES)) for _ in range(2 * LAYOUTS) if program.steps]
+        laid_out: list[DrawnProgram] = []
+        while drafts and len(laid_out) < LAYOUTS:
             laid_out.append(coverage.least(drafts, cells))
             drafts.remove(laid_out[-1])
             coverage.add(cells(laid_out[-1]))
-        judges = [Judge(program, draw) for draw in DRAWS]
-        return _sum([self._judge_all([program], judges) for program in laid_out])
+        return self._judge_each(laid_out, DRAWS)
 
     def _single(self, job: Mapping[str, Any]) -> _Answer:
         rng = random.Random(f"single {job['seed']}")
-        pairs = [(operation, mesh) for operation in single_operations() for mesh in set(MESHES) if len(mesh) > 1]
-        drawn = [pair for pair in rng.sample(pairs, 12) if not self._muted.hides(pair[0], rng, len(pair[1]))] or pairs[:1]
-        coverage = self._coverage if job.get("steered", True) else Coverage()
-        operation, mesh = coverage.least(drawn, lambda pair: (f"{pair[0].forms[0]} on {pair[1]}",))
-        coverage.add([f"{operation.forms[0]} on {mesh}"])
+        coverage, luck = self._coverage if job["steered"] else Coverage(), rng.random()
+        pairs = [(operation, mesh) for operation in single_operations() for mesh in sorted(set(MESHES)) if len(mesh) > 1]
+        wanted = [pair for pair in rng.sample(pairs, 40) if not self._muted.hides({form_on_axes(pair[0], len(pair[1]))}, luck)] or pairs
+        operation, mesh = coverage.least(wanted, lambda pair: (f"{pair[0].forms[0]} on {pair[1]}",))
+        cell = f"{operation.forms[0]} on {mesh}"
+        coverage.add([cell])
         program = replace(shaped(operation), salt=rng.randrange(10**6), gradient=rng.random() < 0.5)
-        laid_out = [lay_out(rng, program, mesh, share=0.8) for _ in range(job.get("bundle", _BUNDLE))]
-        return self._judge_all(laid_out, [Judge(program, draw) for draw in DRAWS])
+        laid_out = [lay_out(rng, program, mesh, share=0.8) for _ in range(job["layouts"])]
+        answer = self._judge_all(laid_out, [Judge(program, draw) for draw in DRAWS])
+        return answer | {"cells": [cell]}
 
     def _judge(self, job: Mapping[str, Any]) -> _Answer:
-        program = DrawnProgram.of_json(job["program"])
         try:
-            program = shaped(program)
+            programs = [shaped(DrawnProgram.of_json(program)) for program in job["programs"]]
         except Exception as error:
-            return _nothing(illegal=str(error)[:200])
-        answer = self._judge_all([program], [Judge(program, draw) for draw in job.get("draws", DRAWS)])
-        return answer | {
-            "program": program.to_json(),
-            "one device": bool(answer["wrong"]) and self._is_of_one_device(program, answer["wrong"][0]),
-        }
+            return _nothing(refused=[f"{type(error).__name__}: {error}"[:300]])
+        answer = self._judge_each(programs, job["draws"])
+        one_device = [self._is_of_one_device(found) for found in answer["wrong"]]
+        return answer | {"one device": one_device}
+
+    def _judge_each(self, programs: Sequence[DrawnProgram], draws: Sequence[int]) -> _Answer:
+        """Judges layouts of one program, each compiled alone."""
+        judges = [Judge(program, draw) for program in programs[:1] for draw in draws]
+        answers = [self._judge_all([program], judges) for program in programs]
+        return _sum(answers) | {"drawn": [program.to_json() for program in programs]}
 
     def _judge_all(self, programs: Sequence[DrawnProgram], judges: Sequence[Judge]) -> _Answer:
         """Judges several layouts of one program, compiled together. If XLA refuses them, each half is compiled alone."""
@@ -104,20 +105,21 @@ class Worker:
                 return _sum([self._judge_all(part, judges) for part in (programs[:half], programs[half:])])
             return _nothing(programs=1, refused=[f"{type(error).__name__}: {error}"[:300]])
         found = [{"program": programs[n].to_json(), "differences": [d.to_json() for d in wrong[n]]} for n in wrong]
-        met = list(cells(programs[0])) if len(programs) == 1 else []
+        met = [cell for program in programs for cell in cells(program)]
         right = len(programs) - len(found)
         return _nothing(programs=len(programs), wrong=found, right=right, changed=getattr(run, "changed", 0), cells=met)
 
     @staticmethod
-    def _is_of_one_device(program: DrawnProgram, wrong: Mapping[str, Any]) -> bool:
-        """Whether the program is wrong on one device, too, once it is compiled."""
-        judge = Judge(program, wrong["differences"][0]["draw"])
-        found = judge.differences(jax.jit(lambda arguments: outcome_of(program, arguments, as_is))(judge.arguments))
-        return bool({difference.what for difference in found} & {difference["what"] for difference in wrong["differences"]})
+    def _is_of_one_device(found: Mapping[str, Any]) -> bool:
+        """Whether a wrong program is wrong on one device, too, once it is compiled."""
+        program, wrong = DrawnProgram.of_json(found["program"]), found["differences"]
+        judge = Judge(program, wrong[0]["draw"])
+        alone = judge.differences(jax.jit(lambda arguments: outcome_of(program, arguments, as_is))(judge.arguments))
+        return bool({difference.what for difference in alone} & {difference["what"] for difference in wrong})
 
 
 def _nothing(**more: Any) -> _Answer:
-    return {"programs": 0, "right": 0, "changed": 0, "wrong": [], "refused": [], "cells": []} | more
+    return {"programs": 0, "right": 0, "changed": 0, "wrong": [], "refused": [], "cells": [], "drawn": []} | more
 
 
 def _sum(answers: Sequence[_Answer]) -> _Answer:
