@@ -1,7 +1,7 @@
 """Random programs through `jgt.shard`: does any compute another number than it does operation by operation?
 
     python benchmarks/conformance.py --programs 5000 --seed 1      # adds to results/conformance.json
-    python benchmarks/conformance.py --from-empty --minutes 60     # the finder itself, without jgt: when it meets each class first
+    python benchmarks/conformance.py --from-empty --minutes 60     # the finder itself, without jgt: after how long it meets each class
 
 The programs are those of `jgt conformance` (docs/conformance.md): chains of operations, and a share of single operations with many layouts
 each, which are counted apart. Nothing is muted. Programs that XLA refuses, or of which its compiler dies, are counted apart: they are not
@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from jgt.conformance.campaign import Asker, Counts, Crash, versions
+from jgt.conformance.search import Search
 
 RESULTS = Path(__file__).parent / "results" / "conformance.json"
 BLOCK = 10_000
@@ -37,7 +38,7 @@ def run(programs, first, results, worker):
     while mine["programs"] < programs and seed < first + BLOCK:
         jobs = [("chains", {"do": "chain", "seed": seed, "steered": False})]
         if seed % SINGLES == 0:
-            jobs.append(("single", {"do": "single", "seed": seed, "bundle": 12, "steered": False}))
+            jobs.append(("single", {"do": "single", "seed": seed, "layouts": 12, "steered": False}))
         for kind, job in jobs:
             answer = worker.ask(job)
             counts[kind].take(answer)
@@ -64,6 +65,21 @@ def run(programs, first, results, worker):
     return {kind: dict(counted) for kind, counted in counts.items()}
 
 
+def search(minutes, seed):
+    """Searches for so many CPU-minutes from an empty table, and prints when each class was met first."""
+
+    def found(known, cpu):
+        steps = "; ".join(step.code for step in known.program.steps)
+        print(f"{cpu / 60:.1f} CPU-min: {known.name} {list(known.program.mesh)}: {steps}, {known.program.layout()}", flush=True)
+
+    finder = Search(seed, found)
+    finder.run(lambda: finder.cpu > 60 * minutes)
+    classes = [known.to_json() for known in finder.classes if known.is_confirmed]
+    counts = {kind: dict(counted) for kind, counted in finder.counts.items()}
+    more = {"unconfirmed": finder.unconfirmed, "crashes": dict(finder.crashes), "refusals": dict(finder.refusals)}
+    return {**counts, "classes": classes, **more, "CPU minutes": round(finder.cpu / 60, 1)}
+
+
 def text(program):
     """A program on a line."""
     steps = "; ".join(f"{step['name']} = {step['code']}" for step in program["steps"])
@@ -75,7 +91,12 @@ def main():
     parser.add_argument("--programs", type=int, default=600, help="chains to judge; each is one program in one layout")
     parser.add_argument("--seed", type=int, default=0, help="programs of another seed are other ones")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the file with the sum of all calls")
+    parser.add_argument("--from-empty", action="store_true", help="search as jgt conformance does, without jgt")
+    parser.add_argument("--minutes", type=float, default=15, help="the CPU-minutes of this search")
     options = parser.parse_args()
+    if options.from_empty:
+        print(json.dumps(versions() | search(options.minutes, options.seed), indent=1))
+        return
     worker = Asker(through_jgt=True)
     started = time.monotonic()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -17,8 +18,8 @@ from typing import Any
 
 _PATIENCE = 240
 """Seconds that an answer may take."""
-_JOBS = 250
-"""Answers of one process. Its caches of compiled operations grow."""
+_JOBS = 120
+"""The answers of one process. Its caches of compiled operations grow to 1 GB meanwhile."""
 
 
 def fast_flags() -> str:
@@ -101,11 +102,12 @@ class Asker:
         self.tell()
 
     def _end(self, reason: str = "") -> str:
-        assert self._process is not None
+        assert self._process is not None and self._process.stdin is not None
         self._process.kill()
         code = self._process.wait()
-        self._errors.seek(0)
-        lines = [line.strip() for line in self._errors if line.strip()]
+        with self._errors, contextlib.suppress(BrokenPipeError), self._process.stdin:
+            self._errors.seek(0)
+            lines = [line.strip() for line in self._errors if line.strip()]
         told = next((line for line in reversed(lines) if "Check failed" in line or "Error" in line), lines[-1] if lines else "")
         self._process, self._ended, self._latest = None, self._ended + self._latest, 0.0
         return reason or f"exit code {code}: {told[-300:]}"

@@ -20,7 +20,7 @@ DRAWS = (0, 1, 2)
 """The numbers of the draws of a program's arguments: whole numbers, with ties; normal ones; and special ones."""
 HELPERS = {
     "square": "square = jax.custom_jvp(lambda v: v * v); square.defjvp(lambda p, t: (p[0] * p[0], 2 * p[0] * t[0]))",
-    "through": "through = jax.custom_vjp(jnp.round); through.defvjp(lambda v: (jnp.round(v), v), lambda v, g: (g * (abs(v) < 2),))",
+    "through": "through = jax.custom_vjp(lambda v: jnp.round(v)); through.defvjp(lambda v: (through(v), v), lambda v, g: (g * (v < 2),))",
 }
 """Functions with derivatives of their own, which steps may call, by name."""
 INEXACT = ("float32", "bfloat16")

@@ -94,7 +94,7 @@ def _smaller_sizes(program: DrawnProgram) -> Iterator[DrawnProgram]:
     """Half of a size, wherever its number stands."""
     for size in sorted({size for value in program.inputs for size in value.shape}, reverse=True):
         for less in (2, 4, size // 2):
-            if less < size:
+            if 2 <= less < size:
                 inputs = tuple(
                     replace(
                         value,

@@ -1,0 +1,93 @@
+"""The judge of drawn programs: no false alarm where rounding, ties or NaN explain a difference, and no planted fault missed."""
+
+import jax
+import numpy as np
+import pytest
+from drawn import drawn
+
+from jgt.conformance.judge import Judge, on_mesh, outcome_of
+from jgt.conformance.program import DRAWS
+
+ROWS = {"x0": (("a",), ())}
+COLUMNS = {"x0": ((), ("a",))}
+
+
+def on_devices(program, judge):
+    return jax.jit(lambda arguments: outcome_of(program, arguments, on_mesh(program)))(judge.arguments)
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["values", "gradients"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "codes",
+    [
+        ["x0.sum(0)"],
+        ["jnp.tanh(x0)", "v0 - v0.mean(0, keepdims=True)", "v1.sum(0)"],
+        ["jax.nn.softmax(x0, 0)", "jnp.log(v0)"],
+        ["x0 @ x0.T", "jnp.sort(v0, 1)"],
+        ["jnp.tanh(x0)", "v0.sum(0)", "1 / (v1 - jnp.roll(v1, 1))"],
+        ["jnp.cumsum(x0 * 0.3, 0)", "jnp.where(v0 == v0, v0, 0)"],
+    ],
+    ids=lambda codes: codes[-1],
+)
+@pytest.mark.parametrize("salt", [3, 5])
+def test_sums_in_another_order_are_no_fault(codes, dtype, gradient, salt):
+    program = drawn(*codes, dtype=dtype, specs=ROWS, mesh=(4,), gradient=gradient, salt=salt)
+    for draw in DRAWS:
+        judge = Judge(program, draw)
+        assert judge.differences(on_devices(program, judge)) == []
+
+
+def test_ties_that_rounding_breaks_are_no_fault():
+    # Two rows are equal but for the order of their sums, so either may be the largest.
+    program = drawn("jnp.tanh(x0)", "v0.sum(1) * 0 + v0[0].sum()", "jnp.argmax(v1)")
+    judge = Judge(program, 1)
+    wrong = {"value v2": np.int32(5)}
+    assert judge.expected["value v2"] == 0
+    assert [each.what for each in judge.differences(wrong)] == ["value v2"]
+    unsure = drawn("jnp.tanh(x0)", "v0.sum(1) - v0[:, ::-1].sum(1)", "jnp.argmax(v1)")
+    assert Judge(unsure, 1).differences(wrong) == []
+
+
+def test_what_a_program_computes_is_compared_with_each_operation_by_itself():
+    program = drawn("x0 * x0", gradient=True)
+    judge = Judge(program, 1)
+    x, cotangent = (np.asarray(judge.arguments[name], "f8") for name in ("x0", "c_v0"))
+    np.testing.assert_allclose(judge.expected["value v0"], x * x, rtol=1e-6)
+    np.testing.assert_allclose(judge.expected["gradient x0"], 2 * x * cotangent, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+@pytest.mark.parametrize("draw", [0, 1])
+def test_a_number_at_another_place_is_a_fault(dtype, draw):
+    judge = Judge(drawn("jnp.sin(x0) if x0.dtype != jnp.int32 else x0", dtype=dtype), draw)
+    found = {"value v0": np.roll(judge.expected["value v0"], 1, 0)}
+    (difference,) = judge.differences(found)
+    assert difference.what == "value v0" and difference.draw == draw and difference.error > 0.3
+
+
+@pytest.mark.parametrize(("salt", "special"), [(3, np.isinf), (0, np.isnan)])
+def test_a_lost_special_value_is_a_fault_and_one_that_spreads_is_none(salt, special):
+    salt = next(n for n in range(salt, 100) if special(Judge(drawn("x0 + 1", salt=n), 2).expected["value v0"]).any())
+    judge = Judge(drawn("x0 + 1", salt=salt), 2)
+    right = judge.expected["value v0"]
+    lost = {"value v0": np.where(np.isfinite(right), right, 0.0)}
+    assert [each.error for each in judge.differences(lost)] == [np.inf]
+    spread = right.copy()
+    spread[~np.isfinite(right).any(1)] = np.nan
+    spread[0, 0] = np.nan
+    assert judge.differences({"value v0": spread}) == []
+    from_numbers = Judge(drawn("x0 + 1"), 0)
+    assert [each.error for each in from_numbers.differences({"value v0": np.full((8, 8), np.nan)})] == [np.inf]
+
+
+def test_whole_numbers_are_compared_exactly_and_others_by_how_sure_they_are():
+    exact, sure = Judge(drawn("x0.sum(0)"), 0), drawn("jnp.tanh(x0)", "v0.sum(0)")
+    for judge in (exact, Judge(sure, 1)):
+        right = next(iter(judge.expected.values()))
+        (what,) = judge.expected
+        assert judge.differences({what: right + 1e-6}) == []
+        assert len(judge.differences({what: right + 0.1})) == 1
+    # A difference of two sums that are equal may be anything, but not large.
+    nothing = Judge(drawn("jnp.tanh(x0)", "(v0.sum() - v0[::-1].sum()) * 1e4"), 1)
+    assert nothing.differences({"value v1": nothing.expected["value v1"] + 0.01}) == []
