@@ -2,6 +2,7 @@
 
     python benchmarks/conformance.py --programs 5000 --seed 1      # adds to results/conformance.json
     python benchmarks/conformance.py --from-empty --minutes 60     # the finder itself, without jgt: after how long it meets each class
+    python benchmarks/conformance.py --table                       # these classes by the version of JAX, as docs/conformance.md has them
 
 The programs are those of `jgt conformance` (docs/conformance.md): chains of operations, and a share of single operations with many layouts
 each, which are counted apart. Nothing is muted. Programs that XLA refuses, or of which its compiler dies, are counted apart: they are not
@@ -19,6 +20,7 @@ from jgt.conformance.campaign import Asker, Counts, Crash, versions
 from jgt.conformance.search import Search
 
 RESULTS = Path(__file__).parent / "results" / "conformance.json"
+CLASSES = RESULTS.with_name("conformance-classes.json")
 BLOCK = 10_000
 """The seeds of one call: `--seed 3` has those from 30,000."""
 SINGLES = 10
@@ -31,7 +33,7 @@ def run(programs, first, results, worker):
     started = time.monotonic()
     told = 0.0
     read = json.loads(results.read_text()) if results.exists() else {}
-    of_version = read.setdefault(version, {"chains": {}, "single": {}, "seeds": {}, "wrong": []})
+    of_version = read.get(version, {"chains": {}, "single": {}, "seeds": {}, "wrong": []})
     counts = {kind: Counts(of_version[kind]) for kind in ("chains", "single")}
     mine = Counts()
     seed = of_version["seeds"].get(str(first), first)
@@ -55,29 +57,52 @@ def run(programs, first, results, worker):
         seed += 1
         of_version["seeds"][str(first)] = seed
         of_version |= {kind: dict(counted) for kind, counted in counts.items()}
-        # Written beside it and renamed, so that a call that is stopped leaves the file whole.
-        fresh = results.with_suffix(".tmp")
-        fresh.write_text(json.dumps(read, indent=1))
-        fresh.rename(results)
+        save(results, version, of_version)
         if time.monotonic() - told > 60:
             told = time.monotonic()
             print(f"{seed - first} seeds, {told - started:.0f} s, {worker.cpu:.0f} CPU-s: {dict(mine)}", flush=True)
     return {kind: dict(counted) for kind, counted in counts.items()}
 
 
-def search(minutes, seed):
-    """Searches for so many CPU-minutes from an empty table, and prints when each class was met first."""
+def search(minutes, seed, file):
+    """Searches for so many CPU-minutes from an empty table, and saves after how many each class was met first."""
+    met = {}
 
     def found(known, cpu):
         steps = "; ".join(step.code for step in known.program.steps)
         print(f"{cpu / 60:.1f} CPU-min: {known.name} {list(known.program.mesh)}: {steps}, {known.program.layout()}", flush=True)
+        met.setdefault(known.name, round(cpu / 60, 1))
+        save(file, versions()["jax"], {"seed": seed, "CPU minutes": round(finder.cpu / 60, 1), "classes": shown(finder, met)})
 
     finder = Search(seed, found)
     finder.run(lambda: finder.cpu > 60 * minutes)
-    classes = [known.to_json() for known in finder.classes if known.is_confirmed]
+    found_all = {"seed": seed, "CPU minutes": round(finder.cpu / 60, 1), "classes": shown(finder, met)}
     counts = {kind: dict(counted) for kind, counted in finder.counts.items()}
     more = {"unconfirmed": finder.unconfirmed, "crashes": dict(finder.crashes), "refusals": dict(finder.refusals)}
-    return {**counts, "classes": classes, **more, "CPU minutes": round(finder.cpu / 60, 1)}
+    save(file, versions()["jax"], found_all | counts | more)
+    return found_all | counts | more
+
+
+def shown(finder, met):
+    return [known.to_json() | {"CPU minutes": met[known.name]} for known in finder.classes if known.name in met]
+
+
+def save(file, key, value):
+    """Replaces what a file has for a key. It is renamed into place, so that a call that is stopped leaves the file whole."""
+    read = json.loads(file.read_text()) if file.exists() else {}
+    fresh = file.with_suffix(".tmp")
+    fresh.write_text(json.dumps(read | {key: value}, indent=1) + "\n")
+    fresh.rename(file)
+
+
+def table(file):
+    """The classes that searches met, with the CPU-minutes until then, for each version of JAX."""
+    read = json.loads(file.read_text())
+    first = {version: {known["name"]: known["CPU minutes"] for known in found["classes"]} for version, found in read.items()}
+    names = sorted({name for found in first.values() for name in found})
+    rows = [[name, *(str(found.get(name, "")) for found in first.values())] for name in names]
+    lines = [["class", *read], ["---"] * (1 + len(read)), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def text(program):
@@ -92,10 +117,14 @@ def main():
     parser.add_argument("--seed", type=int, default=0, help="programs of another seed are other ones")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the file with the sum of all calls")
     parser.add_argument("--from-empty", action="store_true", help="search as jgt conformance does, without jgt")
+    parser.add_argument("--table", action="store_true", help="print what such searches have met")
     parser.add_argument("--minutes", type=float, default=15, help="the CPU-minutes of this search")
     options = parser.parse_args()
+    if options.table:
+        print(table(CLASSES))
+        return
     if options.from_empty:
-        print(json.dumps(versions() | search(options.minutes, options.seed), indent=1))
+        print(json.dumps(versions() | search(options.minutes, options.seed, CLASSES), indent=1))
         return
     worker = Asker(through_jgt=True)
     started = time.monotonic()

@@ -36,15 +36,20 @@ def planted(programs):
 
 
 class InProcess:
-    """An asker whose worker is in this process. crashes: the numbers of the jobs at which it would crash."""
+    """An asker whose worker is in this process and has programs to draw. crashes: the numbers of the jobs at which it would crash."""
 
-    def __init__(self, crashes=()):
+    def __init__(self, programs, crashes=()):
         self.worker, self.cpu, self.jobs, self.crashes = Worker(planted, lambda answer: None), 0.0, 0, crashes
+        self.programs = iter(programs)
 
     def ask(self, job):
         self.jobs += 1
         self.cpu += 1.0
-        return Crash(trying={}, reason="exit code -6: Check failed 17") if self.jobs in self.crashes else self.worker.answer(job)
+        if self.jobs in self.crashes:
+            return Crash(trying={}, reason="exit code -6: Check failed 17")
+        if job["do"] != "judge":
+            job = {"do": "judge", "programs": [next(self.programs).to_json()], "draws": [0, 1]}
+        return self.worker.answer(job)
 
     def tell(self):
         pass
@@ -82,22 +87,34 @@ def test_a_bundle_that_is_refused_is_judged_in_halves():
 
 
 def test_a_planted_fault_is_found_shrunk_and_muted(monkeypatch):
-    asker = InProcess(crashes=(3,))
+    split = {"x0": (("a",), ("b",)), "v1": (("b",), ())}
+    chain = ["jnp.tanh(x0)", "v0.at[0].set(1)", "v1 * x1"]
+    inputs = {"x0": (8, 8), "x1": (8, 8)}
+    programs = [drawn(*chain, inputs=inputs, specs=split, mesh=(2, 2), salt=n) for n in range(5)] + [drawn("x0.at[0].set(1)"), drawn("-x0")]
+    asker = InProcess(programs, crashes=(2,))
     monkeypatch.setattr(searches, "Asker", lambda knowledge: asker)
-    monkeypatch.setattr(searches, "_LAYOUTS", 2)
     monkeypatch.setattr(Search, "_is_reproduced", lambda self, text: True)
     met = []
     search = Search(5, lambda known, cpu: met.append((known.name, known.program.layout())))
-    search.run(lambda: asker.jobs > 150 or len(met) > 2)
-    assert (
-        search.crashes == {"exit code -#: Check failed #": 1}
-        and search.counts["chain"]["crashed"] + search.counts["single"]["crashed"] == 1
-    )
-    classes = list(search.classes)
-    assert classes and met[0][0] == classes[0].name
-    for known in classes:
-        assert known.program.forms == (FORM,) and known.count and known.is_confirmed and known.example.count("\n") <= 15
-    assert search.classes.muted.hides({FORM, "tanh"}, 0.9)
+    with pytest.raises(StopIteration):
+        search.run(lambda: False)
+    (known,) = search.classes
+    assert [name for name, _ in met] == ["at set: value, 1 mesh axis"]
+    assert (known.program.forms, known.count, known.num_shrunk, known.is_confirmed) == ((FORM,), 4, 3, True)
+    assert known.example.count("\n") <= 15 and "x0.at[0].set(1)" in known.example
+    assert search.classes.muted.hides({FORM, "tanh"}, 0.9) and not search.classes.muted.hides({"tanh"}, 0.9)
+    # The worker died of the second job, which was to confirm the first program.
+    assert search.unconfirmed == 1 and sum(counts["wrong"] for counts in search.counts.values()) == 5
+    assert sum(counts["programs"] for counts in search.counts.values()) == 7
+
+
+def test_a_crash_while_drawing_is_counted_by_its_reason(monkeypatch):
+    monkeypatch.setattr(searches, "Asker", lambda knowledge: InProcess([drawn("-x0")], crashes=(1,)))
+    search = Search(0)
+    with pytest.raises(StopIteration):
+        search.run(lambda: False)
+    assert search.crashes == {"exit code -#: Check failed #": 1}
+    assert sum(counts["crashed"] for counts in search.counts.values()) == 1
 
 
 def found(*codes, layout="a", what="value", **more):
