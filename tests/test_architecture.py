@@ -174,6 +174,11 @@ def test_the_planner_names_no_key_no_axis_and_no_signal_of_the_trainer():
             assert not re.search(r"\btrain[./][a-z]", path.read_text()), path
 
 
+def test_only_the_command_table_names_the_search_for_wrong_programs():
+    assert offenders("jgt", "jgt.conformance", allowed=["jgt/conformance", "jgt/command/commands.py"]) == []
+    assert offenders("train", "jgt.conformance") == []
+
+
 DOORS = ("jgt", "jgt.document", "jgt.planner", "jgt.signal")
 
 

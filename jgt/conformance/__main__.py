@@ -13,7 +13,7 @@ from jgt.command.console import Console
 from jgt.command.parser import CommandParser
 from jgt.conformance.campaign import Counts, versions
 from jgt.conformance.classes import WrongClass
-from jgt.conformance.search import Search, through_jgt
+from jgt.conformance.search import Search, run_through_jgt
 from jgt.document import InputError
 
 _LEAST = 0.1
@@ -58,7 +58,7 @@ def _conformance(minutes: float, seed: int, *, is_json: bool) -> None:
     )
     classes = [known for known in search.classes if known.is_confirmed]
     examples = [[known.program.to_json()] for known in classes]
-    counts, outcomes = through_jgt([*examples, *search.drawn], _until(began + 60 * minutes, lambda: "the same through jgt.shard"))
+    counts, outcomes = run_through_jgt([*examples, *search.drawn], _until(began + 60 * minutes, lambda: "the same through jgt.shard"))
     for known, outcome in zip(classes, outcomes, strict=False):
         known.through_jgt = outcome
     if is_json:

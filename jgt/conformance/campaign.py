@@ -105,7 +105,9 @@ class Asker:
         assert self._process is not None and self._process.stdin is not None
         self._process.kill()
         code = self._process.wait()
-        with self._errors, contextlib.suppress(BrokenPipeError), self._process.stdin:
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with self._errors:
             self._errors.seek(0)
             lines = [line.strip() for line in self._errors if line.strip()]
         told = next((line for line in reversed(lines) if "Check failed" in line or "Error" in line), lines[-1] if lines else "")

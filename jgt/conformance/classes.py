@@ -13,7 +13,7 @@ from jgt.conformance.program import DrawnProgram
 _RARELY = 0.05
 """The least share of programs of a known class that are drawn all the same."""
 _SHRUNK = 3
-"""So many programs of a class are shrunk. Others that contain its forms are counted only."""
+"""The number of programs of a class that are shrunk. Others that contain its forms are only counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,20 +86,26 @@ class Classes:
     def __init__(self) -> None:
         self._by_key: dict[tuple[object, ...], WrongClass] = {}
         self._times: Counter[tuple[str, ...]] = Counter()
+        self._asked: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[WrongClass]:
         return iter(sorted(self._by_key.values(), key=lambda each: -each.count))
 
     @property
     def muted(self) -> Muted:
-        """What is drawn rarely from now on."""
+        """The combinations that are drawn rarely from now on."""
         return Muted(found=self._times)
 
     def known(self, program: DrawnProgram) -> WrongClass | None:
-        """The class that a wrong program is counted for without being shrunk."""
+        """The class that a wrong program is counted for without being shrunk. Single operations are shrunk for each number of axes."""
         forms = set(program.forms)
-        fitting = (each for each in self._by_key.values() if forms.issuperset(each.program.forms) and each.num_shrunk >= _SHRUNK)
-        return next(fitting, None)
+        fitting = [each for each in self._by_key.values() if forms.issuperset(each.program.forms)]
+        if program.steps[0].kind == "single":
+            self._asked[form_on_axes(program, len(program.mesh))] += 1
+            is_known = self._asked[form_on_axes(program, len(program.mesh))] > 2 * _SHRUNK
+        else:
+            is_known = any(each.num_shrunk >= _SHRUNK for each in fitting)
+        return fitting[0] if is_known and fitting else None
 
     def add(self, found: WrongClass) -> tuple[WrongClass, bool]:
         """Counts a shrunk program. Returns its class, and whether its layout is new."""

@@ -84,122 +84,65 @@ def _operation(line: str) -> DrawnProgram:
     return DrawnProgram(inputs=tuple(inputs), steps=(step,), outputs=("v0",), gradient=False, salt=0, specs={})
 
 
-class Fields(Mapping[str, object]):
+class Fields(dict[str, object]):
     """The texts that stand for the fields of a production, drawn when they are asked for. inputs: the arguments that it needs."""
 
     def __init__(self, rng: random.Random, values: Mapping[str, DrawnValue], num_inputs: int):
-        self._rng, self._num = rng, num_inputs
-        self._drawn: dict[str, object] = {}
+        self.rng, self._num = rng, num_inputs
         self.inputs: list[DrawnArgument] = []
-        names = list(values)
-        operands = [name for name in names if values[name].shape and min(values[name].shape) > 1]
-        self.operand = values[operands[-1] if rng.random() < 0.75 else rng.choice(operands)]
+        operands = [value for value in values.values() if value.shape and min(value.shape) > 1]
+        self.operand = operands[-1] if rng.random() < 0.75 else rng.choice(operands)
         same = [name for name, value in values.items() if (value.shape, value.dtype) == (self.operand.shape, self.operand.dtype)]
-        others = [name for name in same if name != self.operand.name]
-        self.shape, self.rank = self.operand.shape, len(self.operand.shape)
-        self.dim = rng.randrange(self.rank)
+        others = [name for name in same if name != self.operand.name] or same
+        self.shape, self.dim = self.operand.shape, rng.randrange(len(self.operand.shape))
         self.size = self.shape[self.dim]
-        self._other = rng.choice(others) if others else self.operand.name
+        super().__init__(x=self.operand.name, y=rng.choice(others), a=self.dim, n=self.size, last=self.shape[-1], same=self.shape)
 
-    def __getitem__(self, name: str) -> object:
-        if name not in self._drawn:
-            self._drawn[name] = self._rng.choice(_CHOICES[name]) if name in _CHOICES else getattr(self, f"_{name}")()
-        return self._drawn[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._drawn)
-
-    def __len__(self) -> int:
-        return len(self._drawn)
+    def __missing__(self, name: str) -> object:
+        self[name] = self.rng.choice(_CHOICES[name]) if name in _CHOICES else _MADE[name](self)
+        return self[name]
 
     def fill(self, text: str) -> str:
         """The text with every field replaced, and `[@` by the index of the dim."""
         return text.replace("[@", "[" + ":, " * self.dim).format_map(self)
 
-    def _input(self, shape: tuple[int, ...], bound: int | None = None, dtype: str = "int32") -> str:
+    def input(self, shape: tuple[int, ...], bound: int | None = None, dtype: str = "int32") -> str:
+        """The name of a new argument: an index, unless it has another type."""
         number = self._num + len(self.inputs)
         self.inputs.append(DrawnArgument(name=f"k{number}", shape=shape, dtype=dtype, seed=number, bound=bound))
         return self.inputs[-1].name
 
-    def _with_size(self, size: object, others: object = 1) -> tuple[object, ...]:
-        return tuple(size if dim == self.dim else others for dim in range(self.rank))
+    def along(self, size: object, others: object = 1) -> tuple[object, ...]:
+        """A tuple with an entry for each dim of the operand."""
+        return tuple(size if dim == self.dim else others for dim in range(len(self.shape)))
 
-    def _x(self) -> str:
-        return self.operand.name
-
-    def _y(self) -> str:
-        return self._other
-
-    def _a(self) -> int:
-        return self.dim
-
-    def _n(self) -> int:
-        return self.size
-
-    def _last(self) -> int:
-        return self.shape[-1]
-
-    def _same(self) -> tuple[int, ...]:
-        return self.shape
-
-    def _k(self) -> str:
-        return self._input((), self.size)
-
-    def _ks(self) -> str:
-        return self._input((8,), self.size)
-
-    def _length(self) -> int:
-        return 8
-
-    def _ks_beside(self) -> str:
-        return self._input((8,), self.shape[1])
-
-    def _k_of_rows(self) -> str:
-        return self._input((self.shape[0],), self.shape[-1])
-
-    def _ids(self) -> str:
-        return self._input((self.shape[0],), 8)
-
-    def _mask(self) -> str:
-        return self._input(self.shape, dtype="bool")
-
-    def _cut(self) -> int:
-        return self._rng.choice((1, self.size // 2, self.size - 1))
-
-    def _window(self) -> int:
-        return self._rng.choice((1, 2, self.size // 2, self.size - 1))
-
-    def _corner(self) -> str:
-        return ", ".join(str(self._rng.choice((0, -1, ":"))) for _ in self.shape)
-
-    def _around(self) -> tuple[object, ...]:
-        return self._with_size((self._rng.randrange(3), self._rng.randrange(3)), (0, 0))
-
-    def _padding(self) -> tuple[object, ...]:
-        return self._with_size(self._rng.choice(((1, 2, 0), (0, 1, 1), (-1, 2, 0), (-4, 4, 0), (2, -2, 0), (-1, 1, 1))), (0, 0, 0))
-
-    def _row(self) -> tuple[object, ...]:
-        return self._with_size(self.size)
-
-    def _tiled(self) -> tuple[object, ...]:
-        return self._with_size(2)
-
-    def _along_two(self) -> tuple[object, ...]:
-        return self._with_size(2)
-
-    def _along_three(self) -> tuple[object, ...]:
-        return self._with_size(3)
-
-    def _along_stride(self) -> tuple[object, ...]:
-        return self._with_size(self._rng.choice((1, 2)))
-
-    def _divided(self) -> tuple[int, ...]:
-        pair = self._rng.choice(((2, self.size // 2), (self.size // 2, 2), (4, self.size // 4)))
+    def divided(self) -> tuple[int, ...]:
+        """The operand's shape with two dims in the place of one."""
+        pair = self.rng.choice(((2, self.size // 2), (self.size // 2, 2), (4, self.size // 4)))
         return (*self.shape[: self.dim], *pair, *self.shape[self.dim + 1 :])
 
-    def _merged(self) -> tuple[int, ...]:
-        return (self.shape[0] * self.shape[1], *self.shape[2:])
 
+_PADDINGS = ((1, 2, 0), (0, 1, 1), (-1, 2, 0), (-4, 4, 0), (2, -2, 0), (-1, 1, 1))
+_MADE: dict[str, Callable[[Fields], object]] = {
+    "k": lambda f: f.input((), f.size),
+    "ks": lambda f: f.input((8,), f.size),
+    "ks_beside": lambda f: f.input((8,), f.shape[1]),
+    "k_of_rows": lambda f: f.input((f.shape[0],), f.shape[-1]),
+    "ids": lambda f: f.input((f.shape[0],), 8),
+    "mask": lambda f: f.input(f.shape, dtype="bool"),
+    "cut": lambda f: f.rng.choice((1, f.size // 2, f.size - 1)),
+    "window": lambda f: f.rng.choice((1, 2, f.size // 2, f.size - 1)),
+    "corner": lambda f: ", ".join(str(f.rng.choice((0, -1, ":"))) for _ in f.shape),
+    "around": lambda f: f.along((f.rng.randrange(3), f.rng.randrange(3)), (0, 0)),
+    "padding": lambda f: f.along(f.rng.choice(_PADDINGS), (0, 0, 0)),
+    "row": lambda f: f.along(f.size),
+    "two": lambda f: f.along(2),
+    "three": lambda f: f.along(3),
+    "stride": lambda f: f.along(f.rng.choice((1, 2))),
+    "divided": Fields.divided,
+    "merged": lambda f: (f.shape[0] * f.shape[1], *f.shape[2:]),
+}
+"""The functions that make the texts of the other fields. Indices and masks are new arguments."""
 
 _Shaped = Callable[[DrawnProgram], DrawnProgram]
 """Gives the steps of a program their shapes and types. Raises an exception for a program that JAX refuses."""
@@ -233,9 +176,10 @@ def _with_step(rng: random.Random, program: DrawnProgram, coverage: Coverage) ->
     values = program.values
     fields = Fields(rng, {name: value for name, value in values.items() if name[0] in "xv"}, len(program.inputs))
     before = next((step.kind for step in program.steps if step.name == fields.operand.name), "input")
-    fitting = [kind for kind, rows in productions().items() if any(fields.rank in row.ranks for row in rows)]
+    rank = len(fields.shape)
+    fitting = [kind for kind, rows in productions().items() if any(rank in row.ranks for row in rows)]
     kind = coverage.least(rng.sample(fitting, 3), lambda kind: (f"{before} > {kind}",))
-    production = rng.choice([row for row in productions()[kind] if fields.rank in row.ranks])
+    production = rng.choice([row for row in productions()[kind] if rank in row.ranks])
     code = fields.fill(production.text)
     step = Step(name=f"v{len(program.steps)}", shape=(), dtype="", kind=kind, code=code, operand=fields.operand.name, dim=fields.dim)
     return replace(program, inputs=(*program.inputs, *fields.inputs), steps=(*program.steps, step))

@@ -27,7 +27,7 @@ INEXACT = ("float32", "bfloat16")
 DimAxes = tuple[tuple[str, ...], ...]
 """The mesh axes that split each dim of a value."""
 _NAME = re.compile(r"\b[xkv]\d+\b")
-_FUNCTION = re.compile(r"\b(?:jnp|lax|jax)\.([\w.]+)|(\.at)\b|\.(\w+)(?=\()|'([^']*->[^']*)'| (@) ")
+_FUNCTION = re.compile(r"\b(?:jnp|lax|jax)\.([\w.]+)|(\.at)\b|\.(\w+)(?=\()|'([^']*->[^']*)'| (@) |\b(\w+)=(?!=)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ class Step(DrawnValue):
 
     @property
     def form(self) -> str:
-        """The functions that the step calls, without its numbers and names: `at set`, `dynamic_slice_in_dim`, `bij,bkj->bik`."""
-        return " ".join("".join(found).removeprefix(".") for found in _FUNCTION.findall(self.code)) or self.kind
+        """The functions and keywords of the expression, without its numbers and names: `at set mode`, `einsum bij,bkj->bik`."""
+        return " ".join("".join(found).removeprefix(".") for found in _FUNCTION.findall(self.code)) or self.kind.replace("single", "index")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -154,7 +154,7 @@ class Search:
         return is_wrong(done.stdout)
 
 
-def through_jgt(drawn: Sequence[Sequence[Mapping[str, Any]]], is_over: Callable[[], bool]) -> tuple[Counts, list[str]]:
+def run_through_jgt(drawn: Sequence[Sequence[Mapping[str, Any]]], is_over: Callable[[], bool]) -> tuple[Counts, list[str]]:
     """The outcomes of programs through `jgt.shard`, and for each that was run, a word about the last of its layouts."""
     asker, counts, outcomes = Asker(through_jgt=True), Counts(), list[str]()
     try:

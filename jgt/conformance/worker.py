@@ -67,8 +67,8 @@ class Worker:
         coverage, luck = self._coverage if job["steered"] else Coverage(), rng.random()
         pairs = [(operation, mesh) for operation in single_operations() for mesh in sorted(set(MESHES)) if len(mesh) > 1]
         wanted = [pair for pair in rng.sample(pairs, 40) if not self._muted.hides({form_on_axes(pair[0], len(pair[1]))}, luck)] or pairs
-        operation, mesh = coverage.least(wanted, lambda pair: (f"{pair[0].forms[0]} on {pair[1]}",))
-        cell = f"{operation.forms[0]} on {mesh}"
+        operation, mesh = coverage.least(wanted, lambda pair: (f"{pair[0].steps[0].code} on {pair[1]}",))
+        cell = f"{operation.steps[0].code} on {mesh}"
         coverage.add([cell])
         program = replace(shaped(operation), salt=rng.randrange(10**6), gradient=rng.random() < 0.5)
         laid_out = [lay_out(rng, program, mesh, share=0.8) for _ in range(job["layouts"])]

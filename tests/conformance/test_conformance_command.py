@@ -39,7 +39,7 @@ def searched(monkeypatch):
         return Counts(programs=5, right=4, wrong=1, changed=7), ["wrong", "right"]
 
     monkeypatch.setattr(command, "Search", Searched)
-    monkeypatch.setattr(command, "through_jgt", through)
+    monkeypatch.setattr(command, "run_through_jgt", through)
     return ran
 
 
