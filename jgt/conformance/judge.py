@@ -9,8 +9,8 @@ arguments that differ in their last bits. What it then changes is how sure its n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -60,14 +60,11 @@ def on_mesh(program: DrawnProgram) -> Constrain:
 
     def place(name: str, value: Any) -> Any:
         spec = program.specs.get(name)
-        return value if spec is None else lax.with_sharding_constraint(value, NamedSharding(mesh, _partition_spec(spec)))
+        if spec is None:
+            return value
+        return lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec))))
 
     return place
-
-
-def _partition_spec(spec: Sequence[Sequence[str]]) -> PartitionSpec:
-    """A spec as JAX has it."""
-    return PartitionSpec(*(tuple(axes) or None for axes in spec))
 
 
 def values_of(program: DrawnProgram, arguments: Mapping[str, Any], place: Constrain) -> dict[str, Any]:
@@ -110,10 +107,6 @@ class WrongArray:
     what: str
     error: float
     draw: int
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object."""
-        return asdict(self)
 
 
 class Judge:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
 
-from jgt.conformance.program import AXES, HELPERS, DimAxes, DrawnProgram
+from jgt.conformance.program import AXES, HELPERS, DrawnProgram
 
 _MOST_LINES = 15
 _VERDICT = re.compile(r"^(value|gradient) \w+: (\d+) of \d+ numbers are wrong", re.MULTILINE)
@@ -65,13 +64,8 @@ def _body(program: DrawnProgram, most: int) -> list[str]:
 
 
 def _split(program: DrawnProgram, name: str, code: str) -> str:
-    spec = program.specs.get(name)
-    return code if spec is None else f"W({', '.join([code, *_entries(spec)])})"
-
-
-def _entries(spec: DimAxes) -> Iterable[str]:
-    return (_entry(axes) for axes in spec)
-
-
-def _entry(axes: Sequence[str]) -> str:
-    return repr(tuple(axes)) if len(axes) > 1 else repr(axes[0]) if axes else "None"
+    """The code of a value with its constraint."""
+    if name not in program.specs:
+        return code
+    entries = (repr(axes) if len(axes) > 1 else repr(axes[0]) if axes else "None" for axes in program.specs[name])
+    return f"W({', '.join([code, *entries])})"

@@ -26,7 +26,8 @@ HELPERS = {
 INEXACT = ("float32", "bfloat16")
 DimAxes = tuple[tuple[str, ...], ...]
 """The mesh axes that split each dim of a value."""
-_NAME = re.compile(r"\b[xkv]\d+\b")
+NAME = re.compile(r"\b[xkv]\d+\b")
+"""The name of a value."""
 _FUNCTION = re.compile(r"\b(?:jnp|lax|jax)\.([\w.]+)|(\.at)\b|\.(\w+)(?=\()|'([^']*->[^']*)'| (@) |\b(\w+)=(?!=)")
 
 
@@ -63,7 +64,7 @@ class Step(DrawnValue):
     @property
     def reads(self) -> set[str]:
         """The names of the values that the expression has."""
-        return set(_NAME.findall(self.code))
+        return set(NAME.findall(self.code))
 
     @property
     def form(self) -> str:

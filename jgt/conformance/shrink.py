@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
 
-from jgt.conformance.program import AXES, DrawnArgument, DrawnProgram, DrawnValue
+from jgt.conformance.program import AXES, NAME, DrawnArgument, DrawnProgram
 
 StillWrong = Callable[[DrawnProgram], DrawnProgram | None]
 """Returns the program, with the shapes that it has, if it is wrong in the same way; otherwise None."""
@@ -50,23 +51,21 @@ def _edits(program: DrawnProgram) -> Iterator[DrawnProgram]:
     yield from _smaller_meshes(program)
     for first, second in combinations(program.inputs, 2):
         if (first.shape, first.dtype, first.bound) == (second.shape, second.dtype, second.bound):
-            yield _with_name(program, second.name, first.name)
+            yield _instead(program, second.name, first.name)
     yield from _smaller_sizes(program)
 
 
 def _without_step(program: DrawnProgram, number: int) -> Iterator[DrawnProgram]:
     """An earlier value of the same shape in the place of a step, or an argument."""
     step = program.steps[number]
-    rest = replace(program, steps=(*program.steps[:number], *program.steps[number + 1 :]))
-    before: list[DrawnValue] = [*program.inputs, *program.steps[:number]]
     if len(program.steps) == 1:
         return
-    for value in before:
+    for value in (*program.inputs, *program.steps[:number]):
         if (value.shape, value.dtype) == (step.shape, step.dtype) and value.name[0] != "k":
-            yield _with_name(rest, step.name, value.name)
+            yield _instead(program, step.name, value.name)
     if step.shape and step.name not in program.outputs:
         new = DrawnArgument(name=f"x{50 + number}", shape=step.shape, dtype=step.dtype, seed=50 + number)
-        yield replace(_with_name(rest, step.name, new.name), inputs=(*program.inputs, new))
+        yield _instead(replace(program, inputs=(*program.inputs, new)), step.name, new.name)
 
 
 def _without_specs(program: DrawnProgram) -> Iterator[DrawnProgram]:
@@ -107,36 +106,23 @@ def _smaller_sizes(program: DrawnProgram) -> Iterator[DrawnProgram]:
                 yield replace(program, inputs=inputs, steps=steps)
 
 
-def _with_name(program: DrawnProgram, old: str, new: str) -> DrawnProgram:
-    """The program in which another value stands for one. Its spec goes with it, if the other one has none."""
-    steps = tuple(
-        replace(step, code=re.sub(rf"\b{old}\b", new, step.code), operand=new if step.operand == old else step.operand)
-        for step in program.steps
-    )
+def _instead(program: DrawnProgram, old: str, new: str) -> DrawnProgram:
+    """The program in which another value stands for one."""
     inputs = tuple(value for value in program.inputs if value.name != old)
-    specs = {name: spec for name, spec in program.specs.items() if name != old}
-    if old in program.specs:
-        specs.setdefault(new, program.specs[old])
-    outputs = tuple(dict.fromkeys(new if name == old else name for name in program.outputs))
-    return replace(program, steps=steps, inputs=inputs, specs=specs, outputs=outputs)
+    steps = tuple(step for step in program.steps if step.name != old)
+    other = _with_names(replace(program, inputs=inputs, steps=steps), {old: new})
+    return replace(other, outputs=tuple(dict.fromkeys(other.outputs)))
 
 
 def _renamed(program: DrawnProgram) -> DrawnProgram:
     """The program with its values numbered from 0."""
-    counts = {"x": 0, "k": 0, "v": 0}
-    for value in (*program.inputs, *program.steps):
-        letter, old = value.name[0], value.name
-        new = f"{letter}{counts[letter]}"
-        counts[letter] += 1
-        if new != old:
-            program = _named(program, old, new)
-    return program
+    letters: dict[str, list[str]] = {}
+    for name in program.values:
+        letters.setdefault(name[0], []).append(name)
+    return _with_names(program, {name: f"{letter}{n}" for letter, names in letters.items() for n, name in enumerate(names)})
 
 
-def _named(program: DrawnProgram, old: str, new: str) -> DrawnProgram:
-    other = _with_name(program, old, new)
-    return replace(
-        other,
-        inputs=tuple(replace(value, name=new) if value.name == old else value for value in program.inputs),
-        steps=tuple(replace(step, name=new) if step.name == old else step for step in other.steps),
-    )
+def _with_names(program: DrawnProgram, names: Mapping[str, str]) -> DrawnProgram:
+    """The program with other names, wherever they stand: nothing else in its JSON looks like a name."""
+    text = NAME.sub(lambda found: names.get(found[0], found[0]), json.dumps(program.to_json()))
+    return DrawnProgram.of_json(json.loads(text))

@@ -14,7 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
@@ -104,7 +104,7 @@ class Worker:
             if half := len(programs) // 2:
                 return _sum([self._judge_all(part, judges) for part in (programs[:half], programs[half:])])
             return _nothing(programs=1, refused=[f"{type(error).__name__}: {error}"[:300]])
-        found = [{"program": programs[n].to_json(), "differences": [d.to_json() for d in wrong[n]]} for n in wrong]
+        found = [{"program": programs[n].to_json(), "differences": [asdict(difference) for difference in wrong[n]]} for n in wrong]
         met = [cell for program in programs for cell in cells(program)]
         right = len(programs) - len(found)
         return _nothing(programs=len(programs), wrong=found, right=right, changed=getattr(run, "changed", 0), cells=met)
