@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,25 +16,13 @@ _SHRUNK = 3
 """The number of programs of a class that are shrunk. Others that contain its forms are only counted."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Muted:
-    """Combinations of forms that were found to be wrong, with how often."""
+def is_hidden(muted: Mapping[tuple[str, ...], int], forms: Iterable[str], luck: float) -> bool:
+    """Whether a program with these forms is not drawn, because it contains a combination that was found to be wrong.
 
-    found: Mapping[tuple[str, ...], int] = field(default_factory=dict[tuple[str, ...], int])
-
-    def hides(self, forms: set[str], luck: float) -> bool:
-        """Whether a program with these forms contains such a combination and is not drawn. luck: a number from 0 to 1."""
-        times = max((times for known, times in self.found.items() if forms.issuperset(known)), default=0)
-        return luck > max(0.5**times, _RARELY)
-
-    def to_json(self) -> list[Any]:
-        """A JSON list."""
-        return [[list(forms), times] for forms, times in self.found.items()]
-
-    @classmethod
-    def of_json(cls, read: Sequence[Any]) -> Muted:
-        """The combinations of a JSON list."""
-        return cls(found={tuple(forms): times for forms, times in read})
+    muted: the combinations, with how often each was found. luck: a number from 0 to 1, drawn for the program.
+    """
+    times = max((times for known, times in muted.items() if set(known) <= set(forms)), default=0)
+    return luck > max(0.5**times, _RARELY)
 
 
 def form_on_axes(program: DrawnProgram, axes: int) -> str:
@@ -81,20 +69,15 @@ class WrongClass:
 
 
 class Classes:
-    """The classes that were found, and how often each combination of forms was wrong."""
+    """The classes that were found. muted: the combinations of forms that are drawn rarely, with how often they were wrong."""
 
     def __init__(self) -> None:
         self._by_key: dict[tuple[object, ...], WrongClass] = {}
-        self._times: Counter[tuple[str, ...]] = Counter()
+        self.muted: Counter[tuple[str, ...]] = Counter()
         self._asked: Counter[str] = Counter()
 
     def __iter__(self) -> Iterator[WrongClass]:
         return iter(sorted(self._by_key.values(), key=lambda each: -each.count))
-
-    @property
-    def muted(self) -> Muted:
-        """The combinations that are drawn rarely from now on."""
-        return Muted(found=self._times)
 
     def known(self, program: DrawnProgram) -> WrongClass | None:
         """The class that a wrong program is counted for without being shrunk. Single operations are shrunk for each number of axes."""
@@ -122,8 +105,8 @@ class Classes:
         """Counts a program of a class."""
         known.count += 1
         known.error = max(known.error, error if math.isfinite(error) else 0.0)
-        self._times[known.program.forms] += 1
+        self.muted[known.program.forms] += 1
 
     def mute(self, form: str) -> None:
         """Counts a wrong program of a single operation."""
-        self._times[form,] += 1
+        self.muted[form,] += 1

@@ -10,11 +10,12 @@ import functools
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jgt.conformance.layouts import Coverage
+from jgt.conformance.layouts import least_met
 from jgt.conformance.program import INEXACT, DrawnArgument, DrawnProgram, DrawnValue, Step
 
 SIZES = (8, 8, 12, 16)
@@ -148,8 +149,8 @@ _Shaped = Callable[[DrawnProgram], DrawnProgram]
 """Gives the steps of a program their shapes and types. Raises an exception for a program that JAX refuses."""
 
 
-def draw_chain(rng: random.Random, coverage: Coverage, shaped: _Shaped, hidden: Callable[[DrawnProgram], bool]) -> DrawnProgram:
-    """A chain of two to six operations, without a layout. hidden: whether a program is to be drawn rarely."""
+def draw_chain(rng: random.Random, met: Counter[str], shaped: _Shaped, hidden: Callable[[DrawnProgram], bool]) -> DrawnProgram:
+    """A chain of two to six operations, without a layout. met: how often cells were met. hidden: whether a program is known."""
     rank = rng.choice((1, 2, 2, 2, 3))
     sizes = tuple(rng.choice(SIZES[: 4 if rank < 3 else 2]) for _ in range(rank))
     dtype = rng.choice(("float32",) * 6 + ("bfloat16", "int32"))
@@ -159,7 +160,7 @@ def draw_chain(rng: random.Random, coverage: Coverage, shaped: _Shaped, hidden: 
     for _ in range(5 * length):
         if len(program.steps) == length:
             break
-        longer = _with_step(rng, program, coverage)
+        longer = _with_step(rng, program, met)
         if longer is None or hidden(longer):
             continue
         try:
@@ -172,13 +173,13 @@ def draw_chain(rng: random.Random, coverage: Coverage, shaped: _Shaped, hidden: 
     return _with_outputs(rng, program)
 
 
-def _with_step(rng: random.Random, program: DrawnProgram, coverage: Coverage) -> DrawnProgram | None:
+def _with_step(rng: random.Random, program: DrawnProgram, met: Counter[str]) -> DrawnProgram | None:
     values = program.values
     fields = Fields(rng, {name: value for name, value in values.items() if name[0] in "xv"}, len(program.inputs))
     before = next((step.kind for step in program.steps if step.name == fields.operand.name), "input")
     rank = len(fields.shape)
     fitting = [kind for kind, rows in productions().items() if any(rank in row.ranks for row in rows)]
-    kind = coverage.least(rng.sample(fitting, 3), lambda kind: (f"{before} > {kind}",))
+    kind = least_met(met, rng.sample(fitting, 3), lambda kind: (f"{before} > {kind}",))
     production = rng.choice([row for row in productions()[kind] if rank in row.ranks])
     code = fields.fill(production.text)
     step = Step(name=f"v{len(program.steps)}", shape=(), dtype="", kind=kind, code=code, operand=fields.operand.name, dim=fields.dim)

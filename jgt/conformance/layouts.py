@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from jgt.conformance.program import AXES, DimAxes, DrawnProgram, DrawnValue
@@ -15,23 +15,9 @@ MESHES = ((2,), (4,), (8,), (2, 2), (2, 4), (4, 2), (2, 2, 2), (2, 2, 2), (4, 2,
 _T = TypeVar("_T")
 
 
-@dataclass(kw_only=True)
-class Coverage:
-    """Counts the neighbourhoods that were met: two operations, and the kind of layout between them."""
-
-    counts: Counter[str] = field(default_factory=Counter[str])
-
-    def least(self, candidates: Iterable[_T], cells: Callable[[_T], Iterable[str]]) -> _T:
-        """The candidate whose cells were met least."""
-
-        def novelty(candidate: _T) -> float:
-            return -sum(1 / (1 + self.counts[cell]) for cell in cells(candidate))
-
-        return min(candidates, key=novelty)
-
-    def add(self, cells: Iterable[str]) -> None:
-        """Counts these cells."""
-        self.counts.update(cells)
+def least_met(met: Counter[str], candidates: Iterable[_T], cells: Callable[[_T], Iterable[str]]) -> _T:
+    """The candidate whose cells were met least."""
+    return max(candidates, key=lambda candidate: sum(1 / (1 + met[cell]) for cell in cells(candidate)))
 
 
 def cells(program: DrawnProgram) -> Iterator[str]:

@@ -140,14 +140,16 @@ class DrawnProgram:
         if argument.dtype == "bool":
             return f"jnp.bool_({normal} > {(0, 1, rng.choice((9, -9)))[draw]})"
         whole = f"np.round({normal} * 2)"
-        kind = ("whole", "normal", random.Random(self.salt).choice(("nan", "inf", "whole", "normal")))[draw]
+        # A NaN as an integer is any number.
+        special = ("whole", "normal") if any("int32" in step.code for step in self.steps) else ("nan", "inf", "whole", "normal")
+        kind = ("whole", "normal", random.Random(self.salt).choice(special))[draw]
         if argument.dtype == "int32" or kind == "whole" or argument.is_cotangent:
             text = whole
         elif kind == "normal":
             text = normal
         else:
-            special = "np.nan" if kind == "nan" else f"np.inf * np.sign({normal})"
-            text = f"np.where(abs({normal}) > 1.8, {special}, {whole})"
+            rare = "np.nan" if kind == "nan" else f"np.inf * np.sign({normal})"
+            text = f"np.where(abs({normal}) > 1.8, {rare}, {whole})"
         return f"jnp.{argument.dtype}({text})"
 
     def layout(self) -> str:

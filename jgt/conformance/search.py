@@ -35,8 +35,8 @@ class Search:
 
     def __init__(self, seed: int, found: Callable[[WrongClass, float], None] = lambda known, cpu: None):
         self._seeds, self._found = itertools.count(seed * 1_000_000), found
-        self._asker = Asker(lambda: {"coverage": self._coverage, "muted": self.classes.muted.to_json()})
-        self._coverage: Counter[str] = Counter()
+        self._asker = Asker(lambda: {"met": self._met, "muted": list(self.classes.muted.items())})
+        self._met: Counter[str] = Counter()
         self._checked = 0.0
         self._cpu_of = {"chain": 0.0, "single": 0.0}
         self._is_over: Callable[[], bool] = lambda: False
@@ -70,7 +70,7 @@ class Search:
         if isinstance(answer, Crash):
             self.crashes[_without_numbers(answer.reason)] += 1
             return
-        self._coverage.update(answer["cells"])
+        self._met.update(answer["cells"])
         self.refusals.update(map(_without_numbers, answer["refused"]))
         self.drawn += [answer["drawn"]] if answer["drawn"] else []
         if not answer["wrong"]:

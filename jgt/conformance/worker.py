@@ -20,10 +20,10 @@ from typing import Any
 import jax
 
 import jgt
-from jgt.conformance.classes import Muted, form_on_axes
+from jgt.conformance.classes import form_on_axes, is_hidden
 from jgt.conformance.grammar import draw_chain, single_operations
 from jgt.conformance.judge import Judge, WrongArray, as_is, on_mesh, outcome_of, shaped, values_of
-from jgt.conformance.layouts import MESHES, Coverage, cells, lay_out
+from jgt.conformance.layouts import MESHES, cells, lay_out, least_met
 from jgt.conformance.program import AXES, DRAWS, DrawnProgram
 from jgt.sharding.partitioner import avoided_faults
 from jgt.signal import context, tensor
@@ -38,7 +38,8 @@ class Worker:
 
     def __init__(self, run: Callable[[Sequence[DrawnProgram]], Callable[..., Any]], say: Callable[[_Answer], None]):
         self._run, self._say = run, say
-        self._coverage, self._muted = Coverage(), Muted()
+        self._met: Counter[str] = Counter()
+        self._muted: Mapping[tuple[str, ...], int] = {}
 
     def answer(self, job: Mapping[str, Any]) -> _Answer:
         """The answer to one job."""
@@ -46,30 +47,32 @@ class Worker:
         return answer | {"cpu": time.process_time()}
 
     def _know(self, job: Mapping[str, Any]) -> _Answer:
-        self._coverage = Coverage(counts=Counter(job["coverage"]))
-        self._muted = Muted.of_json(job["muted"])
+        self._met = Counter(job["met"])
+        self._muted = {tuple(forms): times for forms, times in job["muted"]}
         return {}
 
     def _chain(self, job: Mapping[str, Any]) -> _Answer:
         rng = random.Random(f"chain {job['seed']}")
-        coverage, luck = self._coverage if job["steered"] else Coverage(), rng.random()
-        program = draw_chain(rng, coverage, shaped, lambda program: self._muted.hides(set(program.forms), luck))
+        met, luck = self._met if job["steered"] else Counter(), rng.random()
+        program = draw_chain(rng, met, shaped, lambda program: is_hidden(self._muted, program.forms, luck))
         drafts = [lay_out(rng, program, rng.choice(MESHES)) for _ in range(2 * LAYOUTS) if program.steps]
         laid_out: list[DrawnProgram] = []
         while drafts and len(laid_out) < LAYOUTS:
-            laid_out.append(coverage.least(drafts, cells))
+            laid_out.append(least_met(met, drafts, cells))
             drafts.remove(laid_out[-1])
-            coverage.add(cells(laid_out[-1]))
+            met.update(cells(laid_out[-1]))
         return self._judge_each(laid_out, DRAWS)
 
     def _single(self, job: Mapping[str, Any]) -> _Answer:
         rng = random.Random(f"single {job['seed']}")
-        coverage, luck = self._coverage if job["steered"] else Coverage(), rng.random()
+        met, luck = self._met if job["steered"] else Counter(), rng.random()
         pairs = [(operation, mesh) for operation in single_operations() for mesh in sorted(set(MESHES)) if len(mesh) > 1]
-        wanted = [pair for pair in rng.sample(pairs, 40) if not self._muted.hides({form_on_axes(pair[0], len(pair[1]))}, luck)] or pairs
-        operation, mesh = coverage.least(wanted, lambda pair: (f"{pair[0].steps[0].code} on {pair[1]}",))
+        wanted = [
+            pair for pair in rng.sample(pairs, 40) if not is_hidden(self._muted, [form_on_axes(pair[0], len(pair[1]))], luck)
+        ] or pairs
+        operation, mesh = least_met(met, wanted, lambda pair: (f"{pair[0].steps[0].code} on {pair[1]}",))
         cell = f"{operation.steps[0].code} on {mesh}"
-        coverage.add([cell])
+        met[cell] += 1
         program = replace(shaped(operation), salt=rng.randrange(10**6), gradient=rng.random() < 0.5)
         laid_out = [lay_out(rng, program, mesh, share=0.8) for _ in range(job["layouts"])]
         answer = self._judge_all(laid_out, [Judge(program, draw) for draw in DRAWS])

@@ -2,8 +2,51 @@
 
 import json
 
+import pytest
+from drawn import drawn
+
 from benchmarks import conformance as benchmark
 from jgt.conformance.campaign import Crash, versions
+from jgt.conformance.classes import WrongClass
+
+PAGE = benchmark.RESULTS.parents[2] / "docs" / "conformance.md"
+
+
+@pytest.mark.skipif(not benchmark.CLASSES.exists(), reason="a distribution has no results")
+def test_the_table_of_the_page_is_what_the_command_prints(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["conformance.py", "--table"])
+    benchmark.main()
+    table = capsys.readouterr().out.strip()
+    assert table.count("\n") > 10 and table in PAGE.read_text()
+
+
+def test_classes_are_saved_as_they_are_met(tmp_path, monkeypatch, capsys):
+    class Searched:
+        cpu, unconfirmed, crashes, refusals, counts = 90.0, 0, {}, {}, {}
+
+        def __init__(self, seed, found):
+            self.classes = [
+                WrongClass(program=drawn("jnp.cumsum(x0, 0)"), what=what, lost=False, one_device=False) for what in ("value", "gradient")
+            ]
+            self.found = found
+
+        def run(self, is_over):
+            assert not is_over()
+            self.found(self.classes[1], 30.0)
+
+    monkeypatch.setattr(benchmark, "Search", Searched)
+    file = tmp_path / "classes.json"
+    file.write_text(json.dumps({"0.1": {"classes": [{"name": "old", "CPU minutes": 3.0}]}}))
+    found = benchmark.search(2, 4, file)
+    assert [known["name"] for known in found["classes"]] == ["cumsum: gradient, 1 mesh axis"]
+    assert "0.5 CPU-min: cumsum: gradient, 1 mesh axis" in capsys.readouterr().out
+    version = versions()["jax"]
+    assert benchmark.table(file).splitlines() == [
+        f"| class | 0.1 | {version} |",
+        "| --- | --- | --- |",
+        "| cumsum: gradient, 1 mesh axis |  | 0.5 |",
+        "| old | 3.0 |  |",
+    ]
 
 
 class Told:

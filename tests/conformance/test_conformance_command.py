@@ -1,6 +1,7 @@
 """`jgt conformance`: what it prints and how it ends."""
 
 import json
+import time
 
 import pytest
 from drawn import drawn
@@ -64,6 +65,13 @@ def test_a_person_reads_each_class_with_its_program(searched, capsys):
     assert "cumsum: value, 1 mesh axis: 1 programs, off by up to 1.5 of the largest number. Through jgt.shard: wrong" in text
     assert "    def f(W, x0):\n" in text and "cumsum: gradient" not in text
     assert text.rstrip().splitlines()[-1].startswith("Through jgt.shard: 5 of these programs, 1 wrong, 0 refused")
+
+
+def test_a_terminal_shows_how_far_the_search_is(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert not command._until(time.monotonic() + 60, lambda: "12 programs")()
+    assert command._until(time.monotonic() - 1, lambda: "12 programs")()
+    assert capsys.readouterr().err == "\r\x1b[K12 programs\r\x1b[K"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The judge of drawn programs: no false alarm where rounding, ties or NaN explain a difference, and no planted fault missed."""
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -91,3 +93,14 @@ def test_whole_numbers_are_compared_exactly_and_others_by_how_sure_they_are():
     # A difference of two sums that are equal may be anything, but not large.
     nothing = Judge(drawn("jnp.tanh(x0)", "(v0.sum() - v0[::-1].sum()) * 1e4"), 1)
     assert nothing.differences({"value v1": nothing.expected["value v1"] + 0.01}) == []
+
+
+def test_a_product_of_zero_and_a_special_value_may_be_zero():
+    program = drawn("x0 * (k0 > 3)[:, None]", indices={"k0": ((8,), 8)})
+    judges = (Judge(replace(program, salt=salt), 2) for salt in range(200))
+    rows = {judge: np.asarray(judge.arguments["k0"]) > 3 for judge in judges}
+    special = {judge: ~np.isfinite(np.asarray(judge.arguments["x0"])).all(1) for judge in rows}
+    judge = next(judge for judge in rows if (special[judge] & rows[judge]).any() and (special[judge] & ~rows[judge]).any())
+    right, kept = judge.expected["value v0"], rows[judge][:, None]
+    assert judge.differences({"value v0": np.where(kept, right, 0.0)}) == []
+    assert [each.error for each in judge.differences({"value v0": np.where(kept, 0.0, right)})] == [np.inf]

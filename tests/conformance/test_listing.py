@@ -4,13 +4,14 @@ import ast
 import random
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 from drawn import drawn
 
 from jgt.conformance.grammar import draw_chain
 from jgt.conformance.judge import shaped
-from jgt.conformance.layouts import Coverage, lay_out
+from jgt.conformance.layouts import lay_out
 from jgt.conformance.listing import is_wrong, listing
 
 SPECS = {"x0": (("a",), ("b",)), "v0": ((), ("a", "b"))}
@@ -37,7 +38,7 @@ def test_every_listing_is_python_of_at_most_fifteen_lines():
     lengths = []
     for seed in range(25):
         rng = random.Random(seed)
-        program = draw_chain(rng, Coverage(), shaped, lambda program: False)
+        program = draw_chain(rng, Counter(), shaped, lambda program: False)
         for draw in range(3):
             text = listing(lay_out(rng, program, (2, 2, 2)), draw)
             ast.parse(text)
