@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import re
 import subprocess
@@ -92,7 +93,7 @@ class Search:
     def _explained(self, found: Mapping[str, Any]) -> WrongClass | None:
         """The class of a wrong program, shrunk if it may be a new one."""
         program = DrawnProgram.of_json(found["program"])
-        error, draw = min((each["error"], each["draw"]) for each in found["differences"])
+        _, draw, error = min((each["error"] == math.inf, each["draw"], each["error"]) for each in found["differences"])
         if known := self.classes.known(program):
             self.classes.count(known, error)
             return known
@@ -133,15 +134,15 @@ class Search:
             return None
         (found,) = answer["wrong"]
         # A lost NaN beside wrong numbers is their consequence.
-        worst = max(found["differences"], key=lambda each: (each["error"] < float("inf"), each["error"]))
+        worst = max(found["differences"], key=lambda each: (each["error"] < math.inf, each["error"]))
         if worst["error"] < _CLEAR:
             return None
         return WrongClass(
             program=DrawnProgram.of_json(found["program"]),
             what=worst["what"].split()[0],
-            lost=worst["error"] == float("inf"),
+            lost=worst["error"] == math.inf,
             one_device=answer["one device"][0],
-            error=worst["error"],
+            error=0.0 if worst["error"] == math.inf else worst["error"],
         )
 
     def _is_reproduced(self, text: str) -> bool:
