@@ -51,9 +51,9 @@ class WrongClass:
     through_jgt: str = ""
 
     @property
-    def key(self) -> tuple[object, ...]:
-        """The same for all programs of the class."""
-        return (self.program.forms, self.what, self.lost, self.one_device, len(self.program.mesh))
+    def wrong(self) -> tuple[object, ...]:
+        """The kind of its fault."""
+        return (self.what, self.lost, self.one_device)
 
     @property
     def name(self) -> str:
@@ -79,10 +79,10 @@ class Classes:
     def __iter__(self) -> Iterator[WrongClass]:
         return iter(sorted(self._by_key.values(), key=lambda each: -each.count))
 
-    def known(self, program: DrawnProgram) -> WrongClass | None:
-        """The class that a wrong program is counted for without being shrunk. Single operations are shrunk for each number of axes."""
-        forms = set(program.forms)
-        fitting = [each for each in self._by_key.values() if forms.issuperset(each.program.forms)]
+    def known(self, found: WrongClass) -> WrongClass | None:
+        """The class that a program is counted for without being shrunk. Single operations are shrunk for each number of axes."""
+        program = found.program
+        fitting = [each for each in self._by_key.values() if each.wrong == found.wrong and set(each.program.forms) <= set(program.forms)]
         if program.steps[0].kind == "single":
             self._asked[form_on_axes(program, len(program.mesh))] += 1
             is_known = self._asked[form_on_axes(program, len(program.mesh))] > 2 * _SHRUNK
@@ -92,7 +92,7 @@ class Classes:
 
     def add(self, found: WrongClass) -> tuple[WrongClass, bool]:
         """Counts a shrunk program. Returns its class, and whether its layout is new."""
-        known = self._by_key.setdefault(found.key, found)
+        known = self._by_key.setdefault((found.program.forms, len(found.program.mesh), found.wrong), found)
         known.num_shrunk += 1
         layout = found.program.layout()
         is_new = layout not in known.layouts

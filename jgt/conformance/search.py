@@ -93,27 +93,26 @@ class Search:
     def _explained(self, found: Mapping[str, Any]) -> WrongClass | None:
         """The class of a wrong program, shrunk if it may be a new one."""
         program = DrawnProgram.of_json(found["program"])
-        _, draw, error = min((each["error"] == math.inf, each["draw"], each["error"]) for each in found["differences"])
-        if known := self.classes.known(program):
-            self.classes.count(known, error)
-            return known
-        smallest = self._shrunk(program, draw)
-        if smallest is None:
+        _, draw = min((each["error"] == math.inf, each["draw"]) for each in found["differences"])
+        alone = self._verdict(program, draw)
+        if alone is None:
             self.unconfirmed += 1
             return None
+        if known := self.classes.known(alone):
+            self.classes.count(known, alone.error)
+            return known
+        smallest = self._shrunk(alone, draw)
         known, is_new = self.classes.add(smallest)
-        if known is smallest:
-            known.example = listing(known.program, draw, one_device=known.one_device)
+        if not known.is_confirmed:
+            known.program, known.example = smallest.program, listing(smallest.program, draw, one_device=known.one_device)
             known.is_confirmed = self._is_reproduced(known.example)
         if is_new and known.is_confirmed:
             self._found(replace(known, program=smallest.program), self.cpu)
         return known
 
-    def _shrunk(self, program: DrawnProgram, draw: int) -> WrongClass | None:
-        """The smallest program that is wrong in the same way, or None if the program is right alone."""
-        first = latest = self._verdict(program, draw)
-        if first is None:
-            return None
+    def _shrunk(self, first: WrongClass, draw: int) -> WrongClass:
+        """The smallest program that is wrong in the same way."""
+        latest = first
 
         def still_wrong(candidate: DrawnProgram) -> DrawnProgram | None:
             nonlocal latest

@@ -29,12 +29,12 @@ from jgt.sharding.partitioner import avoided_faults
 from jgt.signal import context, tensor
 
 LAYOUTS = 3
-"""A chain has so many layouts, each compiled alone."""
+"""The layouts of a chain, each compiled alone."""
 _Answer = dict[str, Any]
 
 
 class Worker:
-    """Answers jobs. sharded: makes a function of the arguments of several programs from these programs."""
+    """Answers jobs. run: makes a function of the arguments of several programs from these. say: gets what comes before an answer."""
 
     def __init__(self, run: Callable[[Sequence[DrawnProgram]], Callable[..., Any]], say: Callable[[_Answer], None]):
         self._run, self._say = run, say

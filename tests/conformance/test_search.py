@@ -128,10 +128,11 @@ def test_programs_are_grouped_by_their_forms_and_by_what_is_wrong():
     assert is_new and not classes.add(found("jnp.cumsum(x0, 0)", layout="b", error=2.0))[1]
     classes.add(found("jnp.cumsum(x0, 0)", what="gradient"))
     assert (first.count, first.error) == (2, 2.0) and sorted(each.count for each in classes) == [1, 2]
-    longer = drawn("jnp.cumsum(x0, 0)", "jnp.tanh(v0)")
+    longer = found("jnp.cumsum(x0, 0)", "jnp.tanh(v0)")
     assert classes.known(longer) is None
     classes.add(found("jnp.cumsum(x0, 0)"))
-    assert classes.known(longer) is first and classes.known(drawn("jnp.tanh(x0)")) is None
+    assert classes.known(longer) is first and classes.known(found("jnp.tanh(x0)")) is None
+    assert classes.known(found("jnp.cumsum(x0, 0)", what="gradient")) is None
     assert first.name == "cumsum: value, 2 mesh axes"
 
 
