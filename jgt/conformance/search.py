@@ -76,12 +76,12 @@ class Search:
         self.drawn += [answer["drawn"]] if answer["drawn"] else []
         if not answer["wrong"]:
             return
-        self._count(kind, answer["wrong"])
+        self._count(kind, answer["wrong"], answer["programs"])
         self._asker.tell()
 
-    def _count(self, kind: str, wrong: Sequence[Mapping[str, Any]]) -> None:
-        """Counts the wrong layouts of one program: they are wrong for one reason, as a rule, and those of a single operation for few."""
-        shown = wrong[:1] if kind == "chain" else wrong[:: max(1, len(wrong) // 3)][:3]
+    def _count(self, kind: str, wrong: Sequence[Mapping[str, Any]], programs: int) -> None:
+        """Counts the wrong layouts of one program. As a rule they are wrong for one reason, unless few layouts of many are."""
+        shown = wrong[:3] if kind == "single" and 8 * len(wrong) < programs else wrong[:1]
         known = [each for each in map(self._explained, shown) if each is not None]
         if known:
             for other in wrong[len(shown) :]:
