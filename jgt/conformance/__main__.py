@@ -101,7 +101,7 @@ def _show(search: Search, classes: Sequence[WrongClass], counts: Counts, minutes
         f"{drawn['wrong']} wrong, {drawn['refused']} refused, {drawn['crashed']} of which XLA's compiler died"
     )
     for known in classes:
-        error = "" if known.lost else f", off by up to {known.error:.2g} of the largest number"
+        error = "" if known.special else f", off by up to {known.error:.2g} of the largest number"
         console.print(f"\n{known.name}: {known.count} programs{error}. Through jgt.shard: {known.through_jgt or 'not run'}\n")
         console.print("\n".join(f"    {line}" for line in known.example.splitlines()), soft_wrap=True)
     console.print(

@@ -34,13 +34,13 @@ def form_on_axes(program: DrawnProgram, axes: int) -> str:
 class WrongClass:
     """Programs that are wrong in the same way, as far as their shrunk forms say. example: the listing of `program`.
 
-    lost: whether NaN or infinities are at other places. layouts: the layouts of shrunk programs. count: the wrong programs, with those that
-    contain the forms and were not shrunk. through_jgt: the outcome of `program` through `jgt.shard`.
+    special: whether its arguments have NaN or infinities. layouts: the layouts of shrunk programs. count: the wrong programs, with those
+    that contain the forms and were not shrunk. through_jgt: the outcome of `program` through `jgt.shard`.
     """
 
     program: DrawnProgram
     what: str
-    lost: bool
+    special: bool
     one_device: bool
     example: str = ""
     is_confirmed: bool = False
@@ -53,14 +53,14 @@ class WrongClass:
     @property
     def wrong(self) -> tuple[object, ...]:
         """The kind of its fault."""
-        return (self.what, self.lost, self.one_device)
+        return (self.what, self.special, self.one_device)
 
     @property
     def name(self) -> str:
         """A line about it."""
         axes = len(self.program.mesh)
         where = "compiled for one device" if self.one_device else "1 mesh axis" if axes == 1 else f"{axes} mesh axes"
-        return f"{', then '.join(self.program.forms)}: {'NaN or infinity lost in the ' if self.lost else ''}{self.what}, {where}"
+        return f"{', then '.join(self.program.forms)}: {self.what}{' with NaN or infinity' if self.special else ''}, {where}"
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""

@@ -102,7 +102,7 @@ def shaped(program: DrawnProgram) -> DrawnProgram:
 
 @dataclass(frozen=True, kw_only=True)
 class WrongArray:
-    """A wrong array. error: as a share of its largest number; infinite if NaN or infinities are lost. draw: its number."""
+    """A wrong array. error: as a share of its largest number; infinite where arguments have NaN or infinities. draw: its number."""
 
     what: str
     error: float
@@ -195,4 +195,6 @@ class Judge:
         allowed = _SLACK[self._type] * scale + _TRUST[self._type] * float(doubt[known].max(initial=0))
         sure = finite & known
         difference = float(abs(got[sure] - want[sure]).max(initial=0))
-        return difference / scale if difference > allowed else 0.0
+        if difference <= allowed:
+            return 0.0
+        return np.inf if self._has_special else difference / scale

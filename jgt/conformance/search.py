@@ -117,7 +117,7 @@ class Search:
         def still_wrong(candidate: DrawnProgram) -> DrawnProgram | None:
             nonlocal latest
             now = self._verdict(candidate, draw)
-            if now is None or (now.lost, now.one_device) != (first.lost, first.one_device):
+            if now is None or (now.special, now.one_device) != (first.special, first.one_device):
                 return None
             latest = now
             return now.program
@@ -132,14 +132,13 @@ class Search:
         if isinstance(answer, Crash) or not answer["wrong"]:
             return None
         (found,) = answer["wrong"]
-        # A lost NaN beside wrong numbers is their consequence.
-        worst = max(found["differences"], key=lambda each: (each["error"] < math.inf, each["error"]))
+        worst = max(found["differences"], key=lambda each: each["error"])
         if worst["error"] < _CLEAR:
             return None
         return WrongClass(
             program=DrawnProgram.of_json(found["program"]),
             what=worst["what"].split()[0],
-            lost=worst["error"] == math.inf,
+            special=worst["error"] == math.inf,
             one_device=answer["one device"][0],
             error=0.0 if worst["error"] == math.inf else worst["error"],
         )

@@ -26,7 +26,7 @@ def test_classes_are_saved_as_they_are_met(tmp_path, monkeypatch, capsys):
 
         def __init__(self, seed, found):
             self.classes = [
-                WrongClass(program=drawn("jnp.cumsum(x0, 0)"), what=what, lost=False, one_device=False) for what in ("value", "gradient")
+                WrongClass(program=drawn("jnp.cumsum(x0, 0)"), what=what, special=False, one_device=False) for what in ("value", "gradient")
             ]
             self.found = found
 

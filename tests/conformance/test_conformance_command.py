@@ -22,7 +22,7 @@ class Searched:
         for what, is_confirmed in (("value", True), ("gradient", False)):
             example = listing(program, 0)
             made = WrongClass(
-                program=program, what=what, lost=False, one_device=False, example=example, is_confirmed=is_confirmed, error=1.5
+                program=program, what=what, special=False, one_device=False, example=example, is_confirmed=is_confirmed, error=1.5
             )
             self.classes.add(made)
         self.counts = {"chain": Counts(programs=12, right=9, wrong=3), "single": Counts(programs=64, right=60, refused=2, crashed=2)}

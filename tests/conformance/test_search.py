@@ -119,7 +119,7 @@ def test_a_crash_while_drawing_is_counted_by_its_reason(monkeypatch):
 
 def found(*codes, layout="a", what="value", **more):
     program = drawn(*codes, specs={"x0": ((layout,), ())}, mesh=(2, 2))
-    return WrongClass(program=program, what=what, lost=False, one_device=False, **more)
+    return WrongClass(program=program, what=what, special=False, one_device=False, **more)
 
 
 def test_programs_are_grouped_by_their_forms_and_by_what_is_wrong():
