@@ -18,8 +18,8 @@ from typing import Any
 
 _PATIENCE = 240
 """Seconds that an answer may take."""
-_JOBS = 120
-"""The answers of one process. Its caches of compiled operations grow to 1 GB meanwhile."""
+_JOBS = 80
+"""The answers of one process. Its caches of compiled operations grow to more than 1 GB meanwhile."""
 
 
 def fast_flags() -> str:
