@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jgt import signal
     from jgt.adapters.matrices import Matrix as Matrix
     from jgt.adapters.packed import Packing as Packing
+    from jgt.api.jitted import verify_jit
     from jgt.api.shard import init, place, shard
     from jgt.api.verify import Verification, verify
     from jgt.command.console import Console as Console
@@ -49,6 +50,7 @@ quiet_plugin()
 _NAMES = {
     "jgt.adapters.matrices": ("Matrix",),
     "jgt.adapters.packed": ("Packing",),
+    "jgt.api.jitted": ("verify_jit",),
     "jgt.api.shard": ("init", "place", "shard"),
     "jgt.api.verify": ("Verification", "verify"),
     "jgt.command.console": ("Console", "amount"),
@@ -93,6 +95,7 @@ __all__ = [
     "shard",
     "signal",
     "verify",
+    "verify_jit",
 ]
 
 

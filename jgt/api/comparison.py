@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -12,6 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jgt.api.draws import draws, noise
+from jgt.api.reference import NamedArrays, Reference, errors_of
+from jgt.api.stepwise import values_inside
 from jgt.api.taps import TapSite, sites_of, tapped
 from jgt.document import InputError
 from jgt.program import jaxpr as jx
@@ -20,25 +24,7 @@ from jgt.sharding.arguments import Arguments
 from jgt.sharding.call import PlannedCall
 from jgt.sharding.inputs import named_leaves, path_text
 
-_SMALLEST = 1e-3
-"""An array whose numbers are below this share of the largest array's is compared with that share: it may be zero but for rounding."""
-
 _Arrays = Sequence[Any]
-_Named = dict[str, Any]
-"""Arrays by their names in messages."""
-
-
-def errors_of(expected: _Named, found: _Named) -> dict[str, float]:
-    """The largest difference of each array, as a share of its largest number; infinite where one has NaN and the other has none."""
-    sizes = {name: float(np.max(np.abs(x), initial=0.0)) for name, x in expected.items()}
-    smallest = _SMALLEST * max((size for size in sizes.values() if np.isfinite(size)), default=0.0)
-    errors: dict[str, float] = {}
-    for name, size in sizes.items():
-        a, b = (np.asarray(arrays[name], np.float64) for arrays in (expected, found))
-        finite = np.isfinite(a)
-        difference = np.max(np.abs(a[finite] - b[finite]), initial=0.0) / (max(size, smallest) or 1.0)
-        errors[name] = float(difference) if np.array_equal(finite, np.isfinite(b)) else float("inf")
-    return errors
 
 
 def _in_order(sites: Sequence[TapSite], values: Mapping[TapSite, Any]) -> list[tuple[TapSite, Any]]:
@@ -58,21 +44,44 @@ class Comparison:
 
     def __init__(self, arguments: Arguments, planned: PlannedCall, mesh: Mesh):
         self._planned, self._rules = planned, planned.placement.rules
-        self._arrays = [_filled(x, n) for n, x in enumerate(arguments.arrays)]
+        self.draws = draws(planned.program, arguments.arrays)
+        self._arrays = self.draws[0]
         self._parameters = planned.placement.parameters
         self._real = [n for n in range(len(self._parameters)) if _is_real(self._arrays[n])]
-        self._device, self._whole = SingleDeviceSharding(mesh.devices.flat[0]), NamedSharding(mesh, PartitionSpec())
+        self._first = mesh.devices.flat[0]
+        self._device, self._whole = SingleDeviceSharding(self._first), NamedSharding(mesh, PartitionSpec())
         paths = [path_text(path) for path, _ in named_leaves(jax.tree.unflatten(planned.out_tree, range(planned.out_tree.num_leaves)))[0]]
         self._names = [f"result {path}".rstrip() for path in paths] + [f"new value of argument {n}" for n in planned.changed]
 
-    def results(self) -> tuple[_Named, _Named]:
-        """The results and gradients of both programs, by name."""
-        plain = partial(jx.evaluate, self._planned.program)
+    @functools.cached_property
+    def _programs(self) -> list[tuple[Any, Any]]:
+        """Both programs with their gradients, compiled, and where their arguments are."""
         layouts = jax.tree.leaves(self._planned.placement.gradients)
         sharded = self._with_gradients(self._planned.run, [layouts[n] for n in self._real])
-        return self._on(self._device, self._with_gradients(plain)), self._on(self._whole, sharded)
+        return [(jax.jit(self._plain), self._device), (jax.jit(sharded), self._whole)]
 
-    def updates(self, optimizer: Any, plain_optimizer: Any, expected: _Named) -> tuple[_Named, _Named]:
+    @property
+    def _plain(self) -> Callable[[_Arrays], NamedArrays]:
+        return self._with_gradients(partial(jx.evaluate, self._planned.program))
+
+    def results(self, draw: Sequence[Any]) -> tuple[NamedArrays, NamedArrays]:
+        """The results and gradients of both programs, by name, for these arguments."""
+        self._arrays = draw
+        expected, found = (program(jax.device_put(draw, where)) for program, where in self._programs)
+        return expected, found
+
+    def confirmed(self, found: NamedArrays, tolerance: float) -> tuple[NamedArrays, dict[str, float], list[str]]:
+        """Returns what the plain program computes operation by operation, the errors beside it, and the names of what is wrong.
+
+        The plain program, compiled, is no judge: on one device, too, XLA computes some programs wrongly.
+        """
+        program, tree = jx.trace(self._plain, self._arrays)
+        names = [*jax.tree.unflatten(tree, range(tree.num_leaves))]
+        reference = Reference(program, self._arrays, self._first)
+        expected = dict(zip(names, reference.results, strict=True))
+        return expected, *reference.judge(names, [found[name] for name in names], tolerance)
+
+    def updates(self, optimizer: Any, plain_optimizer: Any, expected: NamedArrays) -> tuple[NamedArrays, NamedArrays]:
         """The parameters and the optimizer state after an update by the gradients of the plain program."""
         places = self._planned.placement
         if len(self._real) != places.tree.num_leaves:
@@ -96,7 +105,10 @@ class Comparison:
         return old, new
 
     def first_difference(self, tolerance: float) -> str:
-        """The first site whose value differs, or else the first of the backward pass whose cotangent does. In a pipeline there are none."""
+        """The first site whose value differs, or else the first of the backward pass whose cotangent does; or else the first operation.
+
+        In a pipeline there are none.
+        """
         if self._planned.rewritten is None:
             return ""
         programs = (self._planned.program, self._device), (self._planned.rewritten, self._whole)
@@ -111,7 +123,13 @@ class Comparison:
                 rule = self._rule_of(site, plain[site].ndim, backward=what == "cotangent")
                 where = f", step {step} of its loop," if site.loop else ""
                 return f"the {what} of {site}{rule}{where} is off by {errors[wrong[0]]:.2g}"
-        return ""
+        return self._first_operation(self._planned.rewritten, tolerance)
+
+    def _first_operation(self, rewritten: jx.Program, tolerance: float) -> str:
+        """The first operation of the rewritten program that its layout changes: a program without signals has no sites."""
+        program, _ = jx.trace(self._with_gradients(partial(jx.evaluate, rewritten)), self._arrays)
+        found = self._on(self._whole, partial(values_inside, program))
+        return Reference(program, self._arrays, self._first).first_wrong(found, tolerance)
 
     def _values(self, program: Any, where: Any) -> dict[TapSite, Any]:
         """The values at the sites of a program, in order."""
@@ -131,10 +149,10 @@ class Comparison:
         cotangents = self._on(where, run)
         return {site: cotangents[site] for site in sites.values() if site in cotangents}
 
-    def _with_gradients(self, program: Callable[[_Arrays], _Arrays], layouts: Any = None) -> Callable[[_Arrays], _Named]:
+    def _with_gradients(self, program: Callable[[_Arrays], _Arrays], layouts: Any = None) -> Callable[[_Arrays], NamedArrays]:
         """A program and the gradients by its parameters. layouts: the layouts that gradients have in a step."""
 
-        def run(arrays: _Arrays) -> _Named:
+        def run(arrays: _Arrays) -> NamedArrays:
             def of_parameters(real: _Arrays) -> _Arrays:
                 new = dict(zip(self._real, real, strict=True))
                 return program([new.get(n, x) for n, x in enumerate(arrays)])
@@ -157,7 +175,7 @@ class Comparison:
             return real if self._planned.rewritten is not None else real[:1], results
 
         outputs, pull, results = cast(Any, jax.vjp(floating, at, has_aux=True))
-        return pull([_noise(x.shape, x.dtype, n) for n, x in enumerate(outputs)])[0], results
+        return pull([noise(x.shape, x.dtype, n) for n, x in enumerate(outputs)])[0], results
 
     def _gradient_of(self, number: int) -> str:
         place = self._parameters[number]
@@ -174,18 +192,5 @@ class Comparison:
         return cast(Any, jax.jit(run)(jax.device_put(self._arrays, where)))
 
 
-def _filled(x: Any, number: int) -> Any:
-    """An array; for a shape, random numbers."""
-    if not isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.split(jax.random.key(number), x.shape) if x.shape else jax.random.key(number)
-    return _noise(x.shape, x.dtype, number) if _is_real(x) else jnp.zeros(x.shape, x.dtype)
-
-
 def _is_real(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
-
-
-def _noise(shape: Sequence[int], dtype: Any, number: int) -> Any:
-    return jnp.asarray(np.random.default_rng(number).standard_normal(shape, np.float32), dtype)

@@ -4,8 +4,10 @@ A layout says where numbers are computed, never which. That rests on the rules' 
 partitioner, which has had faults (docs/partitioner.md). `verify` trusts none of them: it runs both programs on the same arrays and
 compares every result, every gradient and, with an optimizer, the parameters and the state after an update.
 
-Results and gradients come from the program as it would run. Only if one differs, both programs run again with taps (`taps.py`), which find
-the first value that differs, or else the first cotangent.
+Results and gradients come from the program as it would run. The plain program is compiled, which is quick, and may be wrong itself. So a
+difference counts only if the plain program differs operation by operation, too (`reference.py`). That both compiled programs are
+wrong and equal is not noticed: `verify_jit` compares with operations alone. If something differs, both programs run again with taps
+(`taps.py`), which find the first value that differs, or else the first cotangent.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from typing import Any, Self
 
 from jax.sharding import Mesh
 
-from jgt.api.comparison import Comparison, errors_of
+from jgt.api.comparison import Comparison
+from jgt.api.reference import errors_of
 from jgt.api.shard import shard
 from jgt.document import InputError
 from jgt.sharding.checks import RulesLike
@@ -45,7 +48,7 @@ class Verification:
 
     first: the first value or cotangent that differs, with the line of its rule; empty if there is none or a pipeline runs the program.
     num_compared: the number of results, gradients and arrays of an update. largest: the largest error. avoided: the operations that XLA
-    would have computed wrongly.
+    would have computed wrongly. left_out: what was not compared, and why.
     """
 
     differences: tuple[Difference, ...]
@@ -54,6 +57,7 @@ class Verification:
     largest: float
     avoided: tuple[Avoided, ...]
     seconds: float
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -72,16 +76,24 @@ class Verification:
         if not isinstance(mesh, Mesh):
             raise InputError(["verify: the mesh has no devices to compute on. Make it with jgt.make_mesh"])
         comparison = Comparison(arguments, planned, mesh)
+        errors, wrong, first, expected = dict[str, float](), list[str](), "", dict[str, Any]()
         with avoided_faults() as avoided:
-            expected, found = comparison.results()
+            for draw in comparison.draws:
+                expected, found = comparison.results(draw)
+                new, wrong = errors_of(expected, found), list[str]()
+                if not all(error <= tolerance for error in new.values()):
+                    expected, new, wrong = comparison.confirmed(found, tolerance)
+                errors |= {name: max(error, errors.get(name, 0.0)) for name, error in new.items()}
+                if wrong:
+                    break
             if optimizer is not None:
-                new = comparison.updates(optimizer, plain_optimizer or optimizer, expected)
-                expected, found = expected | new[0], found | new[1]
-        errors = errors_of(expected, found)
-        differences = tuple(Difference(what=what, error=error) for what, error in errors.items() if not error <= tolerance)
+                new = errors_of(*comparison.updates(optimizer, plain_optimizer or optimizer, expected))
+                errors, wrong = errors | new, [*wrong, *(name for name, error in new.items() if not error <= tolerance)]
+            if wrong:
+                first = comparison.first_difference(tolerance)
         return cls(
-            differences=differences,
-            first=comparison.first_difference(tolerance) if differences else "",
+            differences=tuple(Difference(what=what, error=errors[what]) for what in wrong),
+            first=first,
             num_compared=len(errors),
             largest=max(errors.values(), default=0.0),
             avoided=tuple(dict.fromkeys(avoided)),
@@ -94,14 +106,17 @@ class Verification:
         return not self.differences
 
     def __str__(self) -> str:
+        left_out = "".join(f"\nNot compared: {what}" for what in self.left_out)
         if self.is_right:
             more = f". {len(self.avoided)} operations have another layout or form, as XLA computes them wrongly" if self.avoided else ""
-            return f"The layout changes no number: {self.num_compared} arrays are equal to {self.largest:.0e}{more}"
+            return f"The layout changes no number: {self.num_compared} arrays are equal to {self.largest:.0e}{more}{left_out}"
         lines = [f"  {difference.what}: off by {difference.error:.2g} of its largest number" for difference in self.differences]
         if (num_hidden := len(lines) - _MOST_SHOWN) > 0:
             lines[_MOST_SHOWN:] = [f"  and {num_hidden} more"]
         lines += [f"The first difference: {self.first}"] if self.first else []
-        return "\n".join([f"The layout changes the numbers: {len(self.differences)} of {self.num_compared} arrays differ", *lines])
+        return (
+            "\n".join([f"The layout changes the numbers: {len(self.differences)} of {self.num_compared} arrays differ", *lines]) + left_out
+        )
 
 
 def verify(
