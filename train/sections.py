@@ -88,6 +88,8 @@ class RunConfig:
     copy_seconds: seconds between two copies to the bucket.
     lease_seconds: so long after a crash, a start on another machine waits before it takes the run in the bucket.
     seed: the seed of the parameters, of the order of the data, and of the sample.
+    verify: when a layout that was never compared with one device is compared: auto, beside the training, if the machine has three free
+    cores; before the first step; or off.
     """
 
     WORDS = OTHER_WORDS
@@ -98,6 +100,7 @@ class RunConfig:
     lease_seconds: Annotated[float, Bound(low=3, high=1_000_000)] = 30.0
     # JAX keeps 32 bits of a seed.
     seed: Annotated[int, Bound(low=0, high=2**32 - 1)] = 0
+    verify: Literal["auto", "off", "before"] = "auto"
 
     @property
     def path(self) -> Path:

@@ -105,13 +105,16 @@ class Comparison:
         return old, new
 
     def first_difference(self, tolerance: float) -> str:
-        """The first site whose value differs, or else the first of the backward pass whose cotangent does; or else the first operation.
+        """The first site whose value differs, or else the first of the backward pass whose cotangent does, and the first operation.
 
         In a pipeline there are none.
         """
-        if self._planned.rewritten is None:
+        if (rewritten := self._planned.rewritten) is None:
             return ""
-        programs = (self._planned.program, self._device), (self._planned.rewritten, self._whole)
+        return "; ".join(filter(None, [self._first_site(rewritten, tolerance), self._first_operation(rewritten, tolerance)]))
+
+    def _first_site(self, rewritten: jx.Program, tolerance: float) -> str:
+        programs = (self._planned.program, self._device), (rewritten, self._whole)
         for what, taps in (("value", self._values), ("cotangent", self._cotangents)):
             plain, sharded = (taps(*program) for program in programs)
             common = [site for site in plain if site in sharded and plain[site].shape == sharded[site].shape]
@@ -123,10 +126,10 @@ class Comparison:
                 rule = self._rule_of(site, plain[site].ndim, backward=what == "cotangent")
                 where = f", step {step} of its loop," if site.loop else ""
                 return f"the {what} of {site}{rule}{where} is off by {errors[wrong[0]]:.2g}"
-        return self._first_operation(self._planned.rewritten, tolerance)
+        return ""
 
     def _first_operation(self, rewritten: jx.Program, tolerance: float) -> str:
-        """The first operation of the rewritten program that its layout changes: a program without signals has no sites."""
+        """The first operation of the rewritten program that its layout changes. A program without signals has no sites."""
         program, _ = jx.trace(self._with_gradients(partial(jx.evaluate, rewritten)), self._arrays)
         found = self._on(self._whole, partial(values_inside, program))
         return Reference(program, self._arrays, self._first).first_wrong(found, tolerance)

@@ -68,9 +68,9 @@ def verify_jit(
         program, out_tree = jx.trace(flat, *(x for _, x in leaves))
         paths = [path_text(path) for path, _ in named_leaves(jax.tree.unflatten(out_tree, range(out_tree.num_leaves)))[0]]
         compared = _Compared.of(program, [x for _, x in leaves], mesh, [path_text(path) for path, _ in leaves], paths)
-        errors, wrong, first = compared.outcome(tolerance)
+        errors, differences, first = compared.outcome(tolerance)
     return Verification(
-        differences=tuple(Difference(what=what, error=errors[what]) for what in wrong),
+        differences=differences,
         first=first,
         num_compared=len(errors),
         largest=max(errors.values(), default=0.0),
@@ -123,23 +123,25 @@ class _Compared:
             left_out=tuple(left_out),
         )
 
-    def outcome(self, tolerance: float) -> tuple[dict[str, float], list[str], str]:
-        """The largest errors by name, the names of what differs, and the first operation that does."""
+    def outcome(self, tolerance: float) -> tuple[dict[str, float], tuple[Difference, ...], str]:
+        """The largest errors by name, what differs, and the first operation that does."""
         compiled = {id(program): self._compiled(program) for program in (self.forward, self.whole)}
         largest = dict.fromkeys(self.names, 0.0)
         for arrays in draws(self.forward, self.given):
             reference = Reference(self.whole, [*arrays, *self.cotangents], self.device)
-            wrong = dict[str, jx.Program]()
+            wrong, programs = dict[str, Difference](), list[jx.Program]()
             # What else a program returns may change its layout, so the results are compared without gradients, too.
             for program in (self.whole, self.forward):
-                found = self._found(compiled[id(program)], program, arrays)
-                errors, names = reference.judge(self.names[: len(found)], found, tolerance)
+                found = dict(zip(self.names, self._found(compiled[id(program)], program, arrays), strict=False))
+                errors, names = reference.judge([*found], [*found.values()], tolerance)
                 largest |= {name: max(error, largest[name]) for name, error in errors.items()}
-                wrong = dict.fromkeys(names, program) | wrong
+                expected = dict(zip(self.names, reference.results, strict=True))
+                wrong |= {name: Difference.of(name, errors[name], expected[name], found[name]) for name in names if name not in wrong}
+                programs += [program] if names else []
             if wrong:
-                found = (self._first(program, arrays, tolerance) for program in dict.fromkeys(wrong.values()))
-                return largest, [name for name in self.names if name in wrong], next(filter(None, found), "")
-        return largest, [], ""
+                first = (self._first(program, arrays, tolerance) for program in programs)
+                return largest, tuple(wrong[name] for name in self.names if name in wrong), next(filter(None, first), "")
+        return largest, (), ""
 
     def _compiled(self, program: jx.Program, *, keeps: bool = False) -> Callable[[Sequence[Any]], Any]:
         more = [None] * (len(jx.body(program).outvars) - len(self.shardings[1]))

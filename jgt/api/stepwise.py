@@ -129,8 +129,10 @@ def with_noise(x: Any, noise: np.random.Generator) -> Any:
     """A floating array with each number changed by a unit in its last place, up or down. Small whole numbers stay: they are exact."""
     info, old = jnp.finfo(x.dtype), np.asarray(x, np.float64)
     exact = (old == np.rint(old)) & (np.abs(old) < 2.0 ** (info.nmant - 3))
-    new = np.where(exact, old, old * (1 + float(info.eps) * noise.choice([-1.0, 1.0], old.shape)))
-    return jnp.asarray(new.astype(x.dtype))
+    # Infinite numbers stay infinite, and the largest may become so.
+    with np.errstate(all="ignore"):
+        new = np.where(exact, old, old * (1 + float(info.eps) * noise.choice([-1.0, 1.0], old.shape)))
+        return jnp.asarray(new.astype(x.dtype))
 
 
 def _steps(step: Callable[..., Any], carried: Any, scanned: Any, *, length: int, reverse: bool) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, Self
 from jax.sharding import Mesh
 
 from jgt.api.comparison import Comparison
-from jgt.api.reference import errors_of
+from jgt.api.reference import errors_of, numbers_of
 from jgt.api.shard import shard
 from jgt.document import InputError
 from jgt.sharding.checks import RulesLike
@@ -36,10 +36,24 @@ _MOST_SHOWN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """An array that the layout changes. what: the array's name. error: the largest difference, as a share of its largest number."""
+    """An array that the layout changes.
+
+    what: the array's name. error: the largest difference, as a share of its largest number. expected, found: the two numbers there.
+    """
 
     what: str
     error: float
+    expected: float
+    found: float
+
+    @classmethod
+    def of(cls, what: str, error: float, expected: Any, found: Any) -> Self:
+        """A difference between two arrays."""
+        numbers = numbers_of(expected, found)
+        return cls(what=what, error=error, expected=numbers[0], found=numbers[1])
+
+    def __str__(self) -> str:
+        return f"{self.what}: off by {self.error:.2g} of its largest number: {self.found:.4g} instead of {self.expected:.4g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +90,8 @@ class Verification:
         if not isinstance(mesh, Mesh):
             raise InputError(["verify: the mesh has no devices to compute on. Make it with jgt.make_mesh"])
         comparison = Comparison(arguments, planned, mesh)
-        errors, wrong, first, expected = dict[str, float](), list[str](), "", dict[str, Any]()
+        errors, wrong, first = dict[str, float](), list[str](), ""
+        expected, found = dict[str, Any](), dict[str, Any]()
         with avoided_faults() as avoided:
             for draw in comparison.draws:
                 expected, found = comparison.results(draw)
@@ -87,12 +102,13 @@ class Verification:
                 if wrong:
                     break
             if optimizer is not None:
-                new = errors_of(*comparison.updates(optimizer, plain_optimizer or optimizer, expected))
+                one, many = comparison.updates(optimizer, plain_optimizer or optimizer, expected)
+                expected, found, new = expected | one, found | many, errors_of(one, many)
                 errors, wrong = errors | new, [*wrong, *(name for name, error in new.items() if not error <= tolerance)]
             if wrong:
                 first = comparison.first_difference(tolerance)
         return cls(
-            differences=tuple(Difference(what=what, error=errors[what]) for what in wrong),
+            differences=tuple(Difference.of(what, errors[what], expected[what], found[what]) for what in wrong),
             first=first,
             num_compared=len(errors),
             largest=max(errors.values(), default=0.0),
@@ -110,7 +126,7 @@ class Verification:
         if self.is_right:
             more = f". {len(self.avoided)} operations have another layout or form, as XLA computes them wrongly" if self.avoided else ""
             return f"The layout changes no number: {self.num_compared} arrays are equal to {self.largest:.0e}{more}{left_out}"
-        lines = [f"  {difference.what}: off by {difference.error:.2g} of its largest number" for difference in self.differences]
+        lines = [f"  {difference}" for difference in self.differences]
         if (num_hidden := len(lines) - _MOST_SHOWN) > 0:
             lines[_MOST_SHOWN:] = [f"  and {num_hidden} more"]
         lines += [f"The first difference: {self.first}"] if self.first else []

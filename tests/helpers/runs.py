@@ -116,6 +116,10 @@ class Processes:
         """Waits for all processes. Returns their exit codes."""
         return [process.wait(timeout=seconds) for process in self._all]
 
+    def pid(self, process):
+        """The number that the system has for one process."""
+        return self._all[process].pid
+
     def output(self, process):
         """The output of one process."""
         return self.logs[process].read_text()

@@ -39,7 +39,7 @@ _OPTIONAL = {"alerts": AlertsConfig, "lora": LoraConfig, "pipeline": PipelineCon
 
 
 def load(
-    path: str | Path | Mapping[str, Any],
+    path: str | Path | Mapping[str, Any] | Node,
     overrides: Sequence[str] = (),
     *,
     code: Code | Sequence[str | Path] = (),
@@ -47,19 +47,20 @@ def load(
     problems: Sequence[str] = (),
     reads_data: bool = True,
 ) -> Run:
-    """Reads and checks a run's file, or its contents as a mapping, with `key.sub=value` overrides. Raises InputError with every problem.
+    """Reads and checks a run's file, or its contents as a mapping or a document. Raises InputError with every problem.
 
-    code: the user's own code that the file may name, or the paths of its files. num_processes: the number of processes that share the mesh;
-    None if a cluster decides it later. problems: messages of earlier checks, which are reported together with the messages about the file.
-    reads_data: whether the paths of the data are checked.
+    overrides: `key.sub=value`. code: the user's own code that the file may name, or the paths of its files. num_processes: the number of
+    processes that share the mesh; None if a cluster decides it later. problems: messages of earlier checks, which are reported beside
+    the messages about the file. reads_data: whether the paths of the data are checked.
     Whether the mesh divides the batch is left to `batch_problems`, whose messages appear beside those about parameters.
     """
     code = code if isinstance(code, Code) else read_code(code)
     all_problems = list(problems)
-    name = "config" if isinstance(path, Mapping) else str(path)
-    root = Node({}, name)
+    name = "config" if isinstance(path, Mapping | Node) else str(path)
+    root = path if isinstance(path, Node) else Node({}, name)
     with InputError.collect(all_problems):
-        root = Node.of(path, name) if isinstance(path, Mapping) else document.read(path)
+        if not isinstance(path, Node):
+            root = Node.of(path, name) if isinstance(path, Mapping) else document.read(path)
     folder = Path() if isinstance(path, Mapping) else root.file.parent
     is_readable = len(all_problems) == len(problems)
     for assignment in overrides:

@@ -64,6 +64,10 @@ class Alerts(Logger):
         """Looks at the metrics of a step, in the thread of the alerts."""
         self._rows.put((step, values))
 
+    def alert(self, kind: str, message: str) -> None:
+        """Reports something that the run has found itself, in the thread of the alerts."""
+        self._rows.put((0, {kind: message}))
+
     def close(self) -> None:
         """Waits a moment for the last alert."""
         self._rows.put(None)
@@ -81,6 +85,8 @@ class Alerts(Logger):
             if row[0]:
                 self._step = row[0]
                 self._judge(("loss", "throughput"), dict(self.of_metrics(row[1])))
+            elif row[1]:
+                self._judge((*row[1],), row[1])
             if time.monotonic() - looked >= _SECONDS:
                 # A run directory that somebody removes, or a file system that fails, is no reason to stop looking.
                 with contextlib.suppress(OSError):

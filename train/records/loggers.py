@@ -33,6 +33,9 @@ class Logger:
     def add_medium(self, step: int, name: str, value: Medium) -> None:
         """Adds an image, a histogram or a text, if its type is one of `takes`."""
 
+    def alert(self, kind: str, message: str) -> None:
+        """Tells a person something that no metric shows."""
+
     def forget_after(self, step: int) -> None:
         """Drops the rows of later steps than the one that this start resumes from: it trains them again."""
 

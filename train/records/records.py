@@ -89,6 +89,11 @@ class Records:
             kind = {Image: "an image", Histogram: "a histogram", str: "a text"}[type(value)]
             say(f"no logger of this run shows {kind} such as {name}. Add tensorboard or wandb to log:")
 
+    def alert(self, kind: str, message: str) -> None:
+        """Tells a person something that no metric shows, if the run has alerts."""
+        for logger in self._loggers:
+            logger.alert(kind, message)
+
     def loads(self, step: int, loads: Sequence[Sequence[float]]) -> None:
         """Appends the load of each expert, by layer, to experts.jsonl."""
         for logger in self._loads:

@@ -95,6 +95,7 @@ class Accounts:
     steps, steps_redone: the number of steps that count, and of trained steps that do not.
     restarts_after: how the starts before a restart ended, with counts.
     skipped: updates that were not applied, by reason.
+    layout_cpu_s: the CPU-seconds of comparisons of the layout with one device, beside the run.
     unreadable_lines: the number of lines in all events files that are not events.
     experts: the load of each expert over time, which `read_accounts` leaves out: a large model has millions of numbers.
     """
@@ -111,6 +112,7 @@ class Accounts:
     skipped: Mapping[str, int]
     failed_saves: int
     faults: Mapping[str, int]
+    layout_cpu_s: int
     throughput: Throughput
     stragglers: Stragglers | None
     unreadable_lines: int
@@ -173,6 +175,7 @@ def account(
         skipped={name: incidents[name] for name in ("nonfinite", "spike")},
         failed_saves=incidents["save_failed"],
         faults=faults,
+        layout_cpu_s=sum(event.natural("cpu_seconds") or 0 for event in events if event.phase == "layout"),
         throughput=_throughput(starts, preserved, tokens_per_step, causes["steps"], wall),
         stragglers=find_stragglers(starts, {process: find_starts(theirs) for process, theirs in others.items()}),
         unreadable_lines=unreadable_lines,

@@ -72,7 +72,7 @@ def _start(number: int, start: StartSummary) -> list[str]:
 
 
 def _closing_lines(accounts: Accounts) -> Iterator[str]:
-    """The straggler, the slowest steps, and the numbers of restarts, skipped updates, failed saves and faults."""
+    """The straggler, the slowest steps, and the numbers of restarts, skipped updates, failed saves and faults, and comparisons."""
     speed, stragglers = accounts.throughput, accounts.stragglers
     if stragglers is not None:
         spread = "" if stragglers.spread is None else f" {stragglers.spread:.2f}"
@@ -87,6 +87,8 @@ def _closing_lines(accounts: Accounts) -> Iterator[str]:
     updates = f"{_number(skipped, 'skipped update')}{_kinds(accounts.skipped)}"
     saves = _number(accounts.failed_saves, "failed save")
     yield f"{restarts}, {updates}, {saves}, {_number(faults, 'injected fault')}{_kinds(accounts.faults)}"
+    if accounts.layout_cpu_s:
+        yield f"Comparing the layout with one device took {_number(accounts.layout_cpu_s, 'CPU-second')} beside the run"
     if accounts.unreadable_lines:
         yield f"{_number(accounts.unreadable_lines, 'line')} of the events files could not be read"
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 
 from jgt import CommandParser
 from jgt.document import InputError, Node, bind
 
-from ..command_line import RunParser, whole_number
+from ..command_line import Exit, RunParser, say, settle_streams, whole_number
 from ..config import load
 from ..models.config import ModelConfig
 from ..store.cache import local_folder
@@ -100,17 +101,27 @@ def inspect_parser() -> CommandParser:
 def verify(argv: Sequence[str] | None = None) -> int:
     """Prints what the layout changes. Exit code 1 if it changes a number, 2 with all problems if the input is wrong."""
     arguments = verify_parser().parse_args(argv)
+    if arguments.beside is not None:
+        from ..verify.child import compare_beside
+
+        return compare_beside(arguments.beside)
     try:
         run = load(arguments.config, arguments.overrides, code=arguments.code)
-        from jgt import use_virtual_cpu
+        from ..verify.compare import compare_layouts
+        from ..verify.limits import Limits, gigabytes_in_use
+        from ..verify.small import small_run
 
-        from .verify import compare_layouts, small_overrides
+        limits = Limits(cpu_seconds=arguments.cpu_seconds, gigabytes=arguments.memory)
 
-        small = load(arguments.config, small_overrides(run, arguments.devices, arguments.overrides), code=run.code)
-        # A caller that has started JAX has devices already.
-        with suppress(RuntimeError):
-            use_virtual_cpu(small.config.devices.virtual_cpu or arguments.devices)
-        comparison = compare_layouts(small, run)
+        def end(too_much: str) -> None:
+            remedy = "Set smaller sizes, such as train.batch=8 or those among the keys of model:, or raise --cpu-seconds or --memory"
+            say(f"Nothing was compared: it takes {too_much}. {remedy}")
+            settle_streams()
+            os._exit(Exit.INPUT)
+
+        with limits.watched(end):
+            small = small_run(run, arguments.devices, arguments.overrides)
+            comparison = compare_layouts(small, run)
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
@@ -118,14 +129,21 @@ def verify(argv: Sequence[str] | None = None) -> int:
         print(json.dumps({"ok": comparison.is_right, "mesh": small.mesh, **asdict(comparison)}, indent=1))
     else:
         sizes = " x ".join(f"{axis}={size}" for axis, size in small.mesh.items() if size > 1) or "one device"
-        print(f"Compared on {sizes} with one device, in {comparison.seconds:.0f} s\n{comparison}")
+        used = f"{time.process_time():.0f} of {limits.cpu_seconds} CPU-seconds, {gigabytes_in_use():.1f} of {limits.gigabytes} GB"
+        print(f"Compared on {sizes} with one device, in {comparison.seconds:.0f} s ({used})\n{comparison}")
     return 0 if comparison.is_right else 1
 
 
 def verify_parser() -> RunParser:
     """The command line of the comparison."""
     parser = RunParser("jgt verify", "Compares a run's layout with one device, at small sizes: results, gradients, an optimizer step.")
+    # A run starts the command so for itself, and gives the run in an open file.
+    parser.add_argument("--beside", type=whole_number(0), help=argparse.SUPPRESS)
     most = "at most this many virtual CPU devices (default 8)"
     parser.add_argument("--devices", type=whole_number(), default=8, metavar="N", help=most)
+    parser.add_argument(
+        "--cpu-seconds", type=whole_number(), default=600, metavar="N", help="CPU time after which it gives up (default 600)"
+    )
+    parser.add_argument("--memory", type=whole_number(), default=8, metavar="GB", help="memory above which it gives up (default 8)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser

@@ -20,10 +20,10 @@ from ..models.decoder import build
 from ..records.console import Screen
 from ..setup import Setup, prepare
 from ..setup.published import open_published
+from ..verify.compare import is_verified
 from ..weights.described import Described
 from ..weights.load import open_files
 from ..weights.safetensors import has_weights
-from .verify import is_verified
 
 
 def check_placement(run: Run) -> Setup:

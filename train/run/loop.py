@@ -33,6 +33,7 @@ from ..records.summary import describe_end, duration_text, tokens_per_sample
 from ..setup import Setup
 from ..step.state import State
 from ..store.lease import Lease
+from ..verify.background import WRONG, LayoutCheck
 from .faults import Faults
 from .folder import Lock
 from .history import replace_config
@@ -67,6 +68,7 @@ class Loop:
     tasks: TaskMetrics | None = None
     evaluations: Evaluations | None = None
     hooks: Hooks | None = None
+    layout: LayoutCheck | None = None
 
     def __post_init__(self) -> None:
         self._config = self.setup.run.config
@@ -232,6 +234,7 @@ class Loop:
             self._check_lock()
             if saves.are_asked_for(position):
                 self._save(progress, saves)
+            self._end_if_wrong(progress, saves)
             if not self.watch.may_begin(step):
                 break
             if self.profiler.begins(step, is_asked_for="profile" in saves.asked_for):
@@ -262,6 +265,15 @@ class Loop:
         progress.end()
         if self.profiler.tracing:
             self._profile(position.step, train_step, progress)
+
+    def _end_if_wrong(self, progress: Progress, saves: Saves) -> None:
+        """Saves and ends the run, on all processes, if the first one has found that the layout changes the numbers. Raises LayoutError."""
+        if self.layout is not None:
+            self.layout.poll()
+            if WRONG in saves.asked_for:
+                self._save(progress, saves)
+                saves.finish(self._position)
+                raise self.layout.error()
 
     def _evaluate_if_due(self, progress: Progress, saves: Saves) -> None:
         """Evaluates the position of this object, if its step is one for it."""

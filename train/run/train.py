@@ -43,6 +43,7 @@ from ..setup import Setup
 from ..setup.xla import open_devices
 from ..store.lease import Lease
 from ..store.mirror import Mirror
+from ..verify.background import LayoutCheck
 from .faults import Faults
 from .folder import Lock, copied, hold_bucket, lock_folder, move_earlier_run
 from .history import begin_folder
@@ -127,7 +128,12 @@ def train(
         with _closed_afterwards(checkpoints, records):
             data = _with_reference(setup, data, watch, records, screen, has_begun=checkpoints.newest() > 0)
             called = Hooks(hooks, setup, watch, records) if hooks else None
-            loop = Loop(setup, data, screen, records, checkpoints, exports, watch, faults, profiler, lock, tasks, evaluations, called)
+            layout = closing.enter_context(contextlib.closing(LayoutCheck(run, records.event, records.alert, watch.request)))
+            watch.begin_unlimited("comparing the layout with one device")
+            layout.begin(screen.say)
+            loop = Loop(
+                setup, data, screen, records, checkpoints, exports, watch, faults, profiler, lock, tasks, evaluations, called, layout
+            )
             position = loop.run(resume)
             done = position.step >= loop.last_step
     if on_end is not None:

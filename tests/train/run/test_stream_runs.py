@@ -21,8 +21,8 @@ from train.run.identity import Resume
 from train.run.opened import dry_run, opened_data
 from train.run.replay import replay
 from train.run.train import train
-from train.run.verify import sample_batch
 from train.setup import prepare
+from train.verify.compare import sample_batch
 
 MODULE = """
 import time

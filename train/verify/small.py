@@ -1,99 +1,91 @@
-"""`jgt verify FILE`: shows that a run's layout changes no number, at sizes that a laptop compares in seconds, on virtual CPU devices.
+"""A run at small sizes: the same layout, which a laptop compares with one device in seconds.
 
 What a layout does depends on which mesh axes split a dim, and on whether they divide it, but hardly on how long it is. So each mesh axis
 shrinks to 2 or 4 devices, and each dim of the model to a small multiple of all of them together; a vocabulary that is padded stays one
 that has to be padded. The model computes in f32: in bf16, a wrong layout could hide behind rounding.
+
+Nobody says which arguments of a model of the user's own are sizes. So each whole number among them is tried at smaller values, and keeps
+the first one with which the program has the same layout and fewer numbers.
 """
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jgt import Verification
+from jgt import use_virtual_cpu
 from jgt.document import InputError
 
-from ..compiled import default_folder
-from ..config import Run
+from ..config import Run, load
 from ..data.config import OwnData
 from ..data.own import open_own
 from ..models.config import OwnModel
-from ..setup import Setup, prepare
-from ..step.config import OwnOptimizer
-from ..step.optimizer import MakeOptimizer, Settings, build_optimizer, roles_of, settings_of_step
+from ..setup import prepare
+from ..setup.program import Element, element_of
 
 _HEAD = 4
 """Numbers of a head; rotary positions need an even number."""
 _MOST_EXPERTS = 16
+_LARGEST_COUNT = 64
+"""Whole numbers up to here may be numbers of layers or heads; larger ones are widths."""
 
 
-def compare_layouts(small: Run, run: Run) -> Verification:
-    """Compares a small run with one device. If nothing differs, `is_verified(run)` holds from now on. Raises InputError."""
-    setup = prepare(small, devices=jax.devices()[: math.prod(small.mesh.values())])
-    params, variables = setup.program.model.init(jax.random.key(0))
-    batch = sample_batch(setup)
-    settings = Settings(*(jnp.float32(x) for x in settings_of_step(small.config.optimizer, small.steps, 1)))
-    comparison = Verification.of(
-        setup.program.loss,
-        params,
-        variables,
-        batch,
-        optimizer=setup.make_optimizer(settings),
-        plain_optimizer=_without_mesh(setup)(settings),
-    )
-    if comparison.is_right:
-        note = _note_of(run)
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
-    return comparison
+def small_run(run: Run, num_devices: int, overrides: Sequence[str] = ()) -> Run:
+    """A run at small sizes, on at most so many virtual CPU devices, which JAX has from now on. Raises InputError.
+
+    overrides: those of the command line, which stay.
+    """
+    small = load(run.root, small_overrides(run, num_devices, overrides), code=run.code)
+    # A caller that has started JAX has devices already. The model's own code may start it.
+    with contextlib.suppress(RuntimeError):
+        use_virtual_cpu(small.config.devices.virtual_cpu or num_devices)
+    given = {override.partition("=")[0] for override in overrides}
+    return _smaller(small, given) if isinstance(small.config.model, OwnModel) else small
 
 
-def _without_mesh(setup: Setup) -> MakeOptimizer:
-    """The optimizer of a run on one device: Muon's brings each matrix to one of the devices of a mesh."""
-    config = setup.run.config.optimizer
-    if isinstance(config, OwnOptimizer):
-        return setup.make_optimizer
-    sizes = {place.path: place.shape[-2:] for place in setup.storage.model.parameters}
-    return build_optimizer(config, roles_of(setup.program.model, setup.storage), sizes=sizes)
+def _smaller(run: Run, given: set[str]) -> Run:
+    """A run with a model of the user's own at the smallest sizes that were found. given: the keys that keep their values."""
+    unit, model = math.prod(run.mesh.values()), run.config.model
+    assert isinstance(model, OwnModel)
+    element, labels = element_of(run.config, run.code, run.where), _largest_label(run)
+    layout, size = _layout(run, element)
+    values = {**model.arguments, "seq": model.seq, "vocab": model.vocab}
+    for key, value in sorted((key, value) for key, value in values.items() if type(value) is int and f"model.{key}" not in given):
+        for new in (2, unit, 2 * unit) if value <= _LARGEST_COUNT else (4 * unit, 8 * unit, 16 * unit):
+            # A number of classes must stay above all labels.
+            if new >= value or new <= labels < value:
+                continue
+            # The model may refuse any size, with any error.
+            with contextlib.suppress(Exception):
+                trial = load(run.root, [f"model.{key}={new}"], code=run.code)
+                new_layout, new_size = _layout(trial, None if key in ("seq", "vocab") else element)
+                if new_size < size and new_layout.items() <= layout.items():
+                    run, layout, size = trial, new_layout, new_size
+                    break
+    return run
 
 
-def is_verified(run: Run) -> bool:
-    """Whether the layout of a run was compared on this machine, or has rules that ship, which the tests compare."""
-    if run.rules_root is None or _note_of(run).exists():
-        return True
-    return run.rules_root.is_shipped("rules")
+def _layout(run: Run, element: Element | None) -> tuple[dict[str, Any], int]:
+    """The layout of each parameter, and how many numbers parameters and batch have. Raises any error of the model's."""
+    setup = prepare(run, num_devices=math.prod(run.mesh.values()), element=element)
+    places, rows = setup.storage.model.parameters, setup.program.shapes[2].values()
+    # A parameter whose dims the axes do not divide is stored padded.
+    layout = {place.path: (place.spec, place.path in setup.storage.forms) for place in places}
+    return layout, sum(math.prod(x.shape) for x in (*places, *rows))
 
 
-def _note_of(run: Run) -> Path:
-    axes = [axis for axis, size in run.mesh.items() if size != 1]
-    pipeline = None if run.pipeline is None else (run.pipeline.schedule, run.pipeline.signal)
-    rules = None if run.rules_root is None else run.rules_root.plain()
-    key = repr((axes, rules, pipeline, run.config.model.kind))
-    return default_folder().parent.parent / "verified" / hashlib.sha256(key.encode()).hexdigest()
-
-
-def sample_batch(setup: Setup) -> Mapping[str, jax.Array]:
-    """A batch: random tokens, weights and documents, or the first samples of the user's own data."""
-    run, shapes = setup.run, setup.batch_shapes
-    if isinstance(run.config.data, OwnData):
-        source = open_own(run.config.data, run.code, run.where, seq=run.config.model.seq, vocab=run.config.model.vocab)
-        return {name: jnp.asarray(x) for name, x in source.first(run.config.train.batch).items()}
-    random, vocab, shape = np.random.default_rng(0), run.config.model.vocab, shapes["inputs"].shape
-    arrays = {
-        "inputs": random.integers(0, vocab, shape),
-        "targets": random.integers(0, vocab, shape),
-        "weights": random.integers(0, 2, shape) / np.prod(shape),
-        "segments": np.sort(random.integers(1, 4, shape), axis=-1),
-    }
-    return {name: jnp.asarray(arrays[name], x.dtype) for name, x in shapes.items()}
+def _largest_label(run: Run) -> int:
+    """The largest number that data of the user's own may name a class by; -1 for other data."""
+    if not isinstance(run.config.data, OwnData):
+        return -1
+    source = open_own(run.config.data, run.code, run.where, seq=run.config.model.seq, vocab=run.config.model.vocab)
+    first = source.first(run.config.train.batch).values()
+    return max((int(np.max(x, initial=-1)) for x in map(np.asarray, first) if np.issubdtype(x.dtype, np.signedinteger)), default=-1)
 
 
 def small_mesh(sizes: Mapping[str, int], num_devices: int, where: str) -> dict[str, int]:

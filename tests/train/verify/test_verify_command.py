@@ -10,7 +10,8 @@ from jgt.program import constraints
 from train.config import load
 from train.run.__main__ import check
 from train.run.__main__ import verify as main
-from train.run.verify import compare_layouts, is_verified, small_mesh, small_overrides
+from train.verify.compare import compare_layouts, is_verified
+from train.verify.small import small_mesh, small_run
 
 RULES = {
     "replicated": "{data: 8}",
@@ -37,7 +38,7 @@ def notes(tmp_path, monkeypatch):
 
 def verified(name, *overrides):
     run = load(name, overrides)
-    return compare_layouts(load(name, small_overrides(run, 8, overrides)), run)
+    return compare_layouts(small_run(run, 8, overrides), run)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
