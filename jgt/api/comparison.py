@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jgt.api.draws import draws, noise
 from jgt.api.reference import NamedArrays, Reference, errors_of
-from jgt.api.stepwise import values_inside
-from jgt.api.taps import TapSite, sites_of, tapped
+from jgt.api.stepwise import Evaluation, Path, Result, values_inside
+from jgt.api.taps import TapSite, sites_of
 from jgt.document import InputError
 from jgt.program import jaxpr as jx
 from jgt.rules import match_out, match_tensor
@@ -25,6 +25,10 @@ from jgt.sharding.call import PlannedCall
 from jgt.sharding.inputs import named_leaves, path_text
 
 _Arrays = Sequence[Any]
+
+
+def _at_sites(program: jx.Program, values: Mapping[Path, Any]) -> dict[TapSite, Any]:
+    return {site: values[path][number] for site, (path, number) in sites_of(program).items()}
 
 
 def _in_order(sites: Sequence[TapSite], values: Mapping[TapSite, Any]) -> list[tuple[TapSite, Any]]:
@@ -136,21 +140,18 @@ class Comparison:
 
     def _values(self, program: Any, where: Any) -> dict[TapSite, Any]:
         """The values at the sites of a program, in order."""
-        sites = sites_of(program)
-        _, values = self._on(where, partial(tapped, program, sites))
-        return {site: values[site] for site in sites.values() if site in values}
+        return _at_sites(program, self._on(where, partial(values_inside, program)))
 
     def _cotangents(self, program: Any, where: Any) -> dict[TapSite, Any]:
         """The cotangents at the sites of a program, in order."""
-        sites = sites_of(program)
 
-        def run(arrays: _Arrays) -> dict[TapSite, Any]:
-            shapes = jax.eval_shape(partial(tapped, program, sites), arrays)[1]
-            probes = {site: jnp.zeros(x.shape, x.dtype) for site, x in shapes.items()}
-            return self._gradients(lambda probes: tapped(program, sites, arrays, probes)[0], probes)[0]
+        def run(arrays: _Arrays) -> dict[Result, Any]:
+            shapes = _at_sites(program, jax.eval_shape(partial(values_inside, program), arrays))
+            probes = {result: jnp.zeros(shapes[site].shape, shapes[site].dtype) for site, result in sites_of(program).items()}
+            return self._gradients(lambda probes: Evaluation(is_eager=False, probes=probes).run(program, arrays), probes)[0]
 
         cotangents = self._on(where, run)
-        return {site: cotangents[site] for site in sites.values() if site in cotangents}
+        return {site: cotangents[result] for site, result in sites_of(program).items()}
 
     def _with_gradients(self, program: Callable[[_Arrays], _Arrays], layouts: Any = None) -> Callable[[_Arrays], NamedArrays]:
         """A program and the gradients by its parameters. layouts: the layouts that gradients have in a step."""

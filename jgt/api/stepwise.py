@@ -12,7 +12,7 @@ of a jit only, and their equations have no values here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +26,9 @@ from jgt.program.places import Place, place_of, results_of
 
 Path = tuple[int, ...]
 """The number of an equation in its program, behind the numbers of the equations around it."""
+
+Result = tuple[Path, int]
+"""The number of a result of an equation."""
 
 _MOVING = (
     "abs argmax argmin broadcast_in_dim clamp concatenate convert_element_type copy copy_p cummax cummin dynamic_slice "
@@ -44,12 +47,14 @@ class Evaluation:
     """One evaluation of a program.
 
     is_eager: whether it is outside of a jit. keeps: whether `values` gets the results of all equations. noise: changes the result of each
-    operation that rounds by a unit in its last place, up or down at random: what this changes is what rounding may change.
+    operation that rounds by a unit in its last place, up or down at random: what this changes is what rounding may change. probes: arrays
+    that are added to results, inside a jit.
     """
 
     is_eager: bool
     keeps: bool = False
     noise: np.random.Generator | None = None
+    probes: Mapping[Result, Any] = field(default_factory=dict)
     values: dict[Path, list[Any]] = field(default_factory=dict)
 
     def run(self, program: Program, args: Sequence[Any], path: Path = ()) -> list[Any]:
@@ -61,10 +66,10 @@ class Evaluation:
         for number, equation in enumerate(inner.eqns):
             here = (*path, number)
             operands = [known[atom] if jx.is_var(atom) else atom.val for atom in equation.invars]
-            results = self._results(equation, operands, here)
+            results = self._probed(here, self._results(equation, operands, here))
             known.update(zip(equation.outvars, results, strict=True))
             if self.keeps and not is_layout(equation):
-                self.values[here] = list(results)
+                self.values[here] = results
                 made.update((var, (here, n)) for n, var in enumerate(equation.outvars))
             elif is_layout(equation) and jx.is_var(var := equation.invars[0]) and (origin := made.get(var)) is not None:
                 # The value has the layout of its constraint only if nothing else reads what the constraint reads.
@@ -85,18 +90,23 @@ class Evaluation:
             return self._branch_or_loop(equation, operands)
         return [self._rounded(equation, x) for x in _alone(equation, operands)]
 
+    def _probed(self, here: Path, results: Sequence[Any]) -> list[Any]:
+        return [x + self.probes[here, n] if (here, n) in self.probes else x for n, x in enumerate(results)]
+
     def _scan(self, equation: Equation, operands: Sequence[Any], here: Path) -> list[Any]:
         body, (num_constants, num_carried) = equation.params["jaxpr"], jx.scan_sizes(equation)
         first = num_constants + num_carried
 
-        def step(carried: Any, scanned: Any) -> Any:
-            inside = replace(self, values={})
+        def step(carried: Any, items: Any) -> Any:
+            scanned, probes = items
+            inside = replace(self, values={}, probes=probes)
             results = inside.run(body, [*operands[:num_constants], *carried, *scanned], here)
             return results[:num_carried], (results[num_carried:], inside.values)
 
         loop: Callable[..., Any] = _steps if self.is_eager else jax.lax.scan
         options = {"length": equation.params["length"], "reverse": equation.params["reverse"]}
-        carried, (scanned, values) = loop(step, list(operands[num_constants:first]), list(operands[first:]), **options)
+        probes = {result: x for result, x in self.probes.items() if result[0][: len(here)] == here and result[0] != here}
+        carried, (scanned, values) = loop(step, list(operands[num_constants:first]), (list(operands[first:]), probes), **options)
         self.values |= values
         return [*carried, *scanned]
 
@@ -139,7 +149,7 @@ def _steps(step: Callable[..., Any], carried: Any, scanned: Any, *, length: int,
     """lax.scan as a loop of Python."""
     results = [None] * length
     for number in reversed(range(length)) if reverse else range(length):
-        carried, results[number] = step(carried, [x[number] for x in scanned])
+        carried, results[number] = step(carried, jax.tree.map(lambda x, number=number: x[number], scanned))
     return carried, jax.tree.map(lambda *xs: jnp.stack(xs), *results)
 
 

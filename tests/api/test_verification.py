@@ -208,13 +208,30 @@ def test_random_numbers_stand_for_shapes(params, mesh):
     assert found.largest > 0
 
 
+def test_without_signals_the_operation_is_named(mesh):
+    """The start is drawn behind the end of the rows, where XLA loses the update (openxla/xla#49118)."""
+
+    def put(params, x, start):
+        h = jnp.tanh(x @ params["w"])
+        return jnp.mean(lax.dynamic_update_slice(h, h[:1] * 5, (start, 0)) ** 2)
+
+    rules = {"inputs": {"x": [["data", "fsdp"], None], "start": []}, "default": "replicate"}
+    with with_faults():
+        found = jgt.verify(put, rules, mesh, {"w": draw((8, 8), 0)}, draw((16, 8), 1), jax.ShapeDtypeStruct((), jnp.int32))
+    assert not found.is_right
+    assert "the value of dynamic_update_slice at" in found.first
+    assert "test_verification.py" in found.first
+    assert all(difference.expected != difference.found for difference in found.differences)
+    assert f"{found.differences[0].found:.4g} instead of {found.differences[0].expected:.4g}" in str(found)
+
+
 def test_a_mesh_without_devices_is_an_error(params):
     with pytest.raises(jgt.InputError, match="the mesh has no devices to compute on"):
         jgt.verify(loss, RULES, jgt.abstract_mesh(SIZES), params, X)
 
 
 def test_a_value_that_is_not_finite_on_one_side_differs(mesh):
-    from jgt.api.comparison import errors_of
+    from jgt.api.reference import errors_of
 
     assert errors_of({"x": np.array([1.0, np.inf])}, {"x": np.array([1.0, np.inf])}) == {"x": 0.0}
     assert errors_of({"x": np.array([1.0, 2.0])}, {"x": np.array([1.0, np.nan])}) == {"x": float("inf")}

@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from ..command_line import EndError, say
 from ..config import Run
 from ..processes.processes import this_process, true_on_all_processes
@@ -53,7 +55,8 @@ class LayoutCheck:
 
     def begin(self, show: Callable[[str], None]) -> None:
         """Starts the comparison if the layout needs one, and with `before` waits for it. Raises LayoutError, on all processes."""
-        if this_process() == 0 and self._mode != "off" and not is_verified(self._run):
+        is_first = this_process() == 0 and self._mode != "off"
+        if is_first and jax.device_count() > 1 and not is_verified(self._run):
             if (why := self._obstacle()) is None:
                 show(f"The layout is compared with one device, at small sizes, in a process beside this one (at most {Limits()})")
                 self._start()
@@ -86,7 +89,7 @@ class LayoutCheck:
 
     def error(self) -> LayoutError:
         """The error that ends the run on each process."""
-        more = "The checkpoints so far have these numbers. Change the rules or the mesh, or set run.verify: off"
+        more = "Checkpoints of this layout have such numbers. Change the rules or the mesh, or set run.verify: off"
         return LayoutError(f"{self._wrong or 'process 0 has found that the layout changes the numbers'}\n{more}")
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ def is_verified(run: Run) -> bool:
     if is_known(run):
         return True
     program = _program_of(run)
-    with contextlib.suppress(OSError, DamagedError):
+    with contextlib.suppress(OSError, RuntimeError, DamagedError):
         return read_sealed(_note_of(program)) == program
     return False
 
