@@ -81,9 +81,8 @@ class Comparison:
         """
         program, tree = jx.trace(self._plain, self._arrays)
         names = [*jax.tree.unflatten(tree, range(tree.num_leaves))]
-        reference = Reference(program, self._arrays, self._first)
-        expected = dict(zip(names, reference.results, strict=True))
-        return expected, *reference.judge(names, [found[name] for name in names], tolerance)
+        reference = Reference(program, self._arrays, self._first, names)
+        return reference.results, *reference.judge(found, tolerance)
 
     def updates(self, optimizer: Any, plain_optimizer: Any, expected: NamedArrays) -> tuple[NamedArrays, NamedArrays]:
         """The parameters and the optimizer state after an update by the gradients of the plain program."""

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jgt.api.draws import draws, noise
+from jgt.api.draws import draws
 from jgt.api.reference import Reference
 from jgt.api.stepwise import Evaluation, Path, all_equations, whole_call
 from jgt.api.verify import TOLERANCE, Difference, Verification
@@ -82,13 +82,18 @@ def verify_jit(
 
 @dataclass(frozen=True, kw_only=True)
 class _Compared:
-    """A traced function, and its gradient behind it if it has one. given: its arguments. shardings: of arguments and of results."""
+    """A traced function, and with its gradients.
+
+    What else a program returns may change the layouts inside, so three are compared: the function, `whole`, which has its results and
+    gradients, and the gradients alone. given: the arguments. into, out: the shardings of the arguments and of the
+    results. names: the names of what `whole` returns.
+    """
 
     forward: jx.Program
     whole: jx.Program
     given: Sequence[Any]
-    cotangents: Sequence[Any]
-    shardings: tuple[Sequence[Any], Sequence[Any]]
+    into: Sequence[Any]
+    out: Sequence[Any]
     names: Sequence[str]
     device: Any
     left_out: tuple[str, ...]
@@ -98,17 +103,16 @@ class _Compared:
         cls, program: jx.Program, given: Sequence[Any], mesh: Mesh | None, arguments: Sequence[str], results: Sequence[str]
     ) -> _Compared:
         """Takes a program apart, and traces its gradient. arguments, results: their names. Raises InputError."""
-        inner, *shardings = whole_call(program) or (program, [None] * len(given), [None] * len(results))
-        into = [s or getattr(x, "sharding", None) for s, x in zip(shardings[0], given, strict=True)]
+        inner, into, out = whole_call(program) or (program, [None] * len(given), [None] * len(results))
+        into = [s or getattr(x, "sharding", None) for s, x in zip(into, given, strict=True)]
         into = [s if isinstance(s, NamedSharding) else None for s in into]
-        device = _mesh_of(inner, [*into, *shardings[1]], mesh).devices.flat[0]
+        device = _mesh_of(inner, [*into, *out], mesh).devices.flat[0]
         real = [n for n, x in enumerate(given) if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)]
         outputs = [n for n, var in enumerate(jx.body(inner).outvars) if jx.is_real(var)]
-        cotangents = [noise(jx.shape_of(jx.body(inner).outvars[n]), jx.dtype_of(jx.body(inner).outvars[n]), n) for n in outputs]
         names, whole, left_out = [f"result {name}".rstrip() for name in results], inner, list[str]()
         if real and outputs:
             try:
-                whole = _with_gradients(inner, given, real, outputs, cotangents)
+                whole = _with_gradients(inner, given, real, outputs)
                 names += [f"gradient of argument {arguments[n]}" for n in real]
             except (NotImplementedError, ValueError) as error:
                 left_out.append(f"gradients, which JAX cannot compute: {str(error).splitlines()[0]}")
@@ -116,8 +120,8 @@ class _Compared:
             forward=inner,
             whole=whole,
             given=given,
-            cotangents=cotangents if whole is not inner else [],
-            shardings=(into, shardings[1]),
+            into=into,
+            out=out,
             names=names,
             device=device,
             left_out=tuple(left_out),
@@ -125,61 +129,55 @@ class _Compared:
 
     def outcome(self, tolerance: float) -> tuple[dict[str, float], tuple[Difference, ...], str]:
         """The largest errors by name, what differs, and the first operation that does."""
-        compiled = {id(program): self._compiled(program) for program in (self.forward, self.whole)}
+        count = len(self.names)
+        programs = {self.whole: range(count), self.forward: range(len(self.out))}
+        if self.whole is not self.forward:
+            backward = range(len(self.out), count)
+            programs[jx.with_results(self.whole, backward)] = backward
+        compiled = {program: self._compiled(program, numbers) for program, numbers in programs.items()}
         largest = dict.fromkeys(self.names, 0.0)
         for arrays in draws(self.forward, self.given):
-            reference = Reference(self.whole, [*arrays, *self.cotangents], self.device)
-            wrong, programs = dict[str, Difference](), list[jx.Program]()
-            # What else a program returns may change its layout, so the results are compared without gradients, too.
-            for program in (self.whole, self.forward):
-                found = dict(zip(self.names, self._found(compiled[id(program)], program, arrays), strict=False))
-                errors, names = reference.judge([*found], [*found.values()], tolerance)
+            reference = Reference(self.whole, arrays, self.device, self.names)
+            placed = [x if s is None else jax.device_put(x, s) for s, x in zip(self.into, arrays, strict=True)]
+            wrong, first = dict[str, Difference](), ""
+            for program, numbers in programs.items():
+                found = {self.names[n]: x for n, x in zip(numbers, compiled[program](placed)[0], strict=True)}
+                errors, names = reference.judge(found, tolerance)
                 largest |= {name: max(error, largest[name]) for name, error in errors.items()}
-                expected = dict(zip(self.names, reference.results, strict=True))
-                wrong |= {name: Difference.of(name, errors[name], expected[name], found[name]) for name in names if name not in wrong}
-                programs += [program] if names else []
+                wrong |= {name: Difference.of(name, errors[name], reference.results[name], found[name]) for name in {*names} - wrong.keys()}
+                if names and not first:
+                    values = self._compiled(program, numbers, keeps=True)(placed)[1]
+                    first = Reference(program, arrays, self.device).first_wrong(values, tolerance)
             if wrong:
-                first = (self._first(program, arrays, tolerance) for program in programs)
-                return largest, tuple(wrong[name] for name in self.names if name in wrong), next(filter(None, first), "")
+                return largest, tuple(wrong[name] for name in self.names if name in wrong), first
         return largest, (), ""
 
-    def _compiled(self, program: jx.Program, *, keeps: bool = False) -> Callable[[Sequence[Any]], Any]:
-        more = [None] * (len(jx.body(program).outvars) - len(self.shardings[1]))
-
+    def _compiled(self, program: jx.Program, numbers: Sequence[int], *, keeps: bool = False) -> Callable[[Sequence[Any]], Any]:
         def run(arrays: Sequence[Any]) -> tuple[Sequence[Any], Mapping[Path, Sequence[Any]]]:
             if not keeps:
                 return jx.evaluate(program, arrays), {}
             evaluation = Evaluation(is_eager=False, keeps=True)
             return evaluation.run(program, arrays), evaluation.values
 
-        return cast(Any, jax.jit(run, out_shardings=([*self.shardings[1], *more], None)))
-
-    def _found(self, compiled: Any, program: jx.Program, arrays: Sequence[Any], *, values: bool = False) -> Any:
-        placed = [x if s is None else jax.device_put(x, s) for s, x in zip(self.shardings[0], arrays, strict=True)]
-        found = compiled([*placed, *([] if program is self.forward else self.cotangents)])
-        return found[1] if values else found[0]
-
-    def _first(self, program: jx.Program, arrays: Sequence[Any], tolerance: float) -> str:
-        found = self._found(self._compiled(program, keeps=True), program, arrays, values=True)
-        operands = arrays if program is self.forward else [*arrays, *self.cotangents]
-        return Reference(program, operands, self.device).first_wrong(found, tolerance)
+        out = [self.out[n] if n < len(self.out) else None for n in numbers]
+        return cast(Any, jax.jit(run, out_shardings=(out, None)))
 
 
-def _with_gradients(program: jx.Program, given: Sequence[Any], real: Sequence[int], outputs: Sequence[int], cotangents: Any) -> jx.Program:
-    """A program that returns also the gradients by these arguments, of these results weighed by further arguments."""
+def _with_gradients(program: jx.Program, given: Sequence[Any], real: Sequence[int], outputs: Sequence[int]) -> jx.Program:
+    """A program that returns also the gradients by these arguments, of the sum of these results with weights of both signs."""
 
-    def both(*operands: Any) -> Any:
-        arrays, weights = operands[: len(given)], operands[len(given) :]
-
-        def of_real(moved: Sequence[Any]) -> Any:
+    def both(*arrays: Any) -> Any:
+        def total(moved: Sequence[Any]) -> Any:
             new = dict(zip(real, moved, strict=True))
             results = jx.evaluate(program, [new.get(n, x) for n, x in enumerate(arrays)])
-            return [results[n] for n in outputs], results
+            # Made inside, as a loss makes them: XLA would choose the layout of a further argument.
+            weights = [jnp.cos(jnp.arange(results[n].size) + n).reshape(results[n].shape).astype(results[n].dtype) for n in outputs]
+            return sum(jnp.sum(results[n] * weight) for n, weight in zip(outputs, weights, strict=True)), results
 
-        _, pull, results = cast(Any, jax.vjp(of_real, [arrays[n] for n in real], has_aux=True))
-        return [*results, *pull(list(weights))[0]]
+        gradients, results = cast(Any, jax.grad(total, has_aux=True))([arrays[n] for n in real])
+        return [*results, *gradients]
 
-    return jx.trace(both, *given, *cotangents)[0]
+    return jx.trace(both, *given)[0]
 
 
 def _mesh_of(program: jx.Program, shardings: Sequence[Any], mesh: Mesh | None) -> Mesh:

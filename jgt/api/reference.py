@@ -82,15 +82,18 @@ def judged(
 
 
 class Reference:
-    """A program on arrays, operation by operation on one device."""
+    """A program on arrays, operation by operation on one device. names: the names of its results."""
 
-    def __init__(self, program: jx.Program, arrays: Sequence[Any], device: Any):
-        self.program, self._arrays, self._device = program, arrays, device
+    def __init__(self, program: jx.Program, arrays: Sequence[Any], device: Any, names: Sequence[str] = ()):
+        self.program, self._arrays, self._device, self._names = program, arrays, device, names
 
     @functools.cached_property
-    def results(self) -> list[Any]:
+    def results(self) -> NamedArrays:
         """The results of the program."""
-        return self.run()[0]
+        return self._named(self.run()[0])
+
+    def _named(self, results: Sequence[Any]) -> NamedArrays:
+        return dict(zip(self._names, results, strict=True))
 
     def run(self, seed: int | None = None, keeps: bool = False) -> tuple[list[Any], dict[Path, list[Any]]]:
         """Returns the results, and with `keeps` the values of equations. seed: the seed of the noise, if there is any."""
@@ -102,13 +105,10 @@ class Reference:
             evaluation = Evaluation(is_eager=True, keeps=keeps, noise=noise)
             return evaluation.run(self.program, arrays), evaluation.values
 
-    def judge(self, names: Sequence[str], found: Sequence[Any], tolerance: float) -> tuple[dict[str, float], list[str]]:
-        """`judged` for results of a compiled program, which are the first ones of this one."""
-
-        def named(results: Sequence[Any]) -> NamedArrays:
-            return dict(zip(names, results[: len(found)], strict=True))
-
-        return judged(named(self.results), named(found), lambda number: named(self.run(number)[0]), tolerance)
+    def judge(self, found: NamedArrays, tolerance: float) -> tuple[dict[str, float], list[str]]:
+        """Returns `judged` for some of the results, which a compiled program has found."""
+        expected = {name: self.results[name] for name in found}
+        return judged(expected, found, lambda number: self._named(self.run(number)[0]), tolerance)
 
     def first_wrong(self, found: Mapping[Path, Sequence[Any]], tolerance: float) -> str:
         """The first equation with a wrong value in the compiled program, or else the first of the backward pass; empty if there is none."""

@@ -149,7 +149,7 @@ def test_the_program_is_judged_operation_by_operation():
     right = x.reshape(16, 2, 8).copy()
     right[2:] = x.reshape(16, 2, 8)[:-2]
     program, _ = jx.trace(jax.jit(shift), x)
-    assert np.array_equal(Reference(program, [x], jax.devices()[0]).results[0], right)
+    assert np.array_equal(Reference(program, [x], jax.devices()[0], ["y"]).results["y"], right)
     # A right layout of a function that is wrong on one device is no alarm.
     rules = {"inputs": [["data"], "..."], "default": "replicate"}
     assert jgt.verify(lambda p, x: jnp.sum(shift(x @ p) ** 3), rules, MESH, jnp.eye(16), x).is_right
@@ -173,7 +173,7 @@ def test_operations_one_by_one_are_the_function():
 
     args = X, jax.random.split(jax.random.key(0), 3)
     program, _ = jx.trace(run, *args)
-    for a, b in zip(Reference(program, args, jax.devices()[0]).results, run(*args), strict=True):
+    for a, b in zip(Reference(program, args, jax.devices()[0]).run()[0], run(*args), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
