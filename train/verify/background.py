@@ -25,14 +25,14 @@ import jax
 
 from ..command_line import EndError, say
 from ..config import Run
-from ..processes.processes import this_process, true_on_all_processes
+from ..processes.processes import failure_of_any, this_process
 from .compare import is_verified
 from .limits import Limits
 
 WRONG = "wrong"
 """The word by which the first process asks all others to save and to end."""
 _FEWEST_CORES = 3
-_PAUSE = 0.2
+_PAUSE, _LONGEST_SECONDS = 0.2, 1_000_000.0
 
 
 class LayoutError(EndError):
@@ -66,16 +66,17 @@ class LayoutCheck:
             while self._child is not None:
                 time.sleep(_PAUSE)
                 self.poll()
-            if not true_on_all_processes(not self._wrong):
+            # Not in a collective, which gives up after half a minute.
+            self._wrong = failure_of_any("layout", self._wrong or None, _LONGEST_SECONDS) or ""
+            if self._wrong:
                 raise self.error()
 
     def poll(self) -> None:
         """Reports the end of the comparison, if it has ended."""
         if self._child is None or self._child.poll() is None:
             return
-        code, self._child = self._child.returncode, None
-        self._output.seek(0)
-        found = _read(self._output.read())
+        code = self._child.returncode
+        found = _read(self._closed())
         took = round(time.time() - self._begun, 3)
         self._event("layout", self._begun, 0.0, took=took, exit=code, **found)
         if found["ok"] is None:
@@ -97,8 +98,16 @@ class LayoutCheck:
         if self._child is not None:
             say("the run ended before its layout was compared with one device. The next start begins the comparison again")
             self._child.kill()
-            self._child.wait()
-            self._child = None
+            self._closed()
+
+    def _closed(self) -> bytes:
+        """The output of a child that has ended, or was killed."""
+        assert self._child is not None
+        self._child.communicate()
+        self._child = None
+        with self._output:
+            self._output.seek(0)
+            return self._output.read()
 
     def _obstacle(self) -> str | None:
         """Why there is no comparison; None if there is nothing in its way."""
