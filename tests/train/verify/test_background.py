@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from train.checkpoint.steps import FOLDER, Steps
 from train.config import load
 from train.report.accounts import read_accounts
 from train.verify.compare import is_verified
+from train.verify.limits import Limits
 from train.verify.small import small_run
 
 MANY = 1_000_000
@@ -201,3 +203,12 @@ def test_a_model_of_ones_own_shrinks_by_its_arguments(tmp_path):
     assert small.config.train.batch <= 16
     given = small_run(load(tmp_path / "run.yaml", ["model.depth=5"], code=[tmp_path / "mine.py"]), 8, ["model.depth=5"])
     assert given.config.model.arguments["depth"] == 5
+
+
+@pytest.mark.parametrize(("limits", "words"), [(Limits(cpu_seconds=0), "0 CPU-seconds"), (Limits(gigabytes=0), "0 GB"), (Limits(), "")])
+def test_a_comparison_that_takes_too_much_is_ended(limits, words):
+    ended = threading.Event()
+    told = []
+    with limits.watched(lambda text: (told.append(text), ended.set())):
+        assert ended.wait(5 if words else 0.5) == bool(words)
+    assert told == ([f"more than {words}"] if words else [])
