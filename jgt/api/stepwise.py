@@ -5,8 +5,8 @@ Outside of a jit, each operation is compiled alone and runs on one device: no pa
 is the judge of what compiled programs compute, because a whole program that is compiled for one device may be wrong, too
 (openxla/xla#49176). Inside a jit, the same evaluation returns what the compiled program has computed for each equation.
 
-Calls, recomputed regions, scans and custom derivatives are entered. The branches of a cond and the body of a while loop are entered outside
-of a jit only, and their equations have no values here.
+Calls, recomputed regions and scans are entered; outside of a jit also custom derivatives, the branches of a cond and the body of a while
+loop. The equations of the last two have no values here.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Evaluation:
     def _results(self, equation: Equation, operands: Sequence[Any], here: Path) -> Sequence[Any]:
         if jx.is_scan(equation) and equation.params["length"]:
             return self._scan(equation, operands, here)
-        if jx.is_call(equation) or jx.is_remat(equation) or equation.primitive.name in _ENTERED:
+        # Inside a jit, what has a derivative of its own keeps it.
+        if jx.is_call(equation) or jx.is_remat(equation) or (self.is_eager and equation.primitive.name in _ENTERED):
             return self.run(next(iter(jx.subprograms(equation))), operands, here)
         if not self.is_eager:
             return results_of(equation, operands)

@@ -119,7 +119,7 @@ def test_a_wrong_rewrite_is_found_with_its_signal_and_its_tensor(how, site, back
     at = names.index(SITES[site])
     if backward:
         # The cotangent is wrong before the tensor, so the first wrong one is at an earlier tensor.
-        assert any(name in found.first for name in [names[at], *names[:at]]), found.first
+        assert any(name in found.first for name in [names[at], *names[:at]]), repr(found.first)
         assert "the cotangent" in found.first
     elif how == "other rows" and site == "logits":
         # A mean over rows has no order: the value of the loss is right, and the gradient wrong.
