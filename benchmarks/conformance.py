@@ -101,7 +101,8 @@ def table(file):
     first = {version: {known["name"]: known["CPU minutes"] for known in found["classes"]} for version, found in read.items()}
     names = sorted({name for found in first.values() for name in found})
     rows = [[name, *(str(found.get(name, "")) for found in first.values())] for name in names]
-    lines = [["class", *read], ["---"] * (1 + len(read)), *rows]
+    titles = [f"{version}, {found['CPU minutes']:.0f} CPU-min" for version, found in read.items()]
+    lines = [["class", *titles], ["---"] * (1 + len(titles)), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
