@@ -71,8 +71,9 @@ class CommandParser(argparse.ArgumentParser):
         return list(self._actions)
 
     def flags(self) -> list[str]:
-        """All flags in their long form, without --help."""
-        return [flag for action in self._actions for flag in action.option_strings if flag.startswith("--") and flag != "--help"]
+        """All flags in their long form, without --help and those that only jgt itself gives."""
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        return [flag for action in shown for flag in action.option_strings if flag.startswith("--") and flag != "--help"]
 
     def _flag_problems(self, arguments: list[str]) -> list[str]:
         # Arguments behind `--` are not flags.
