@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def _program_of(run: Run) -> bytes:
         "rules": None if run.rules_root is None else run.rules_root.plain(),
         "mesh": [(axis, size) for axis, size in run.mesh.items() if size != 1],
         "pipeline": run.pipeline and (run.pipeline.schedule, run.pipeline.signal, run.pipeline.axis),
-        "versions": (jax.__version__, jgt.__version__),
+        "compiler": (jax.__version__, jgt.__version__, os.environ.get("JGT_AVOID_FAULTS")),
     }
     return repr(parts).encode()
 
