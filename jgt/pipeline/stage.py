@@ -16,6 +16,7 @@ from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgt.pipeline.arrays import Arrays, Flags, Floats, Integers, Structs, call, row, wide_zeros, zeros
 from jgt.pipeline.chunks import Chunks
@@ -261,9 +262,10 @@ def _zeros_of(shape: jax.ShapeDtypeStruct) -> jax.Array:
     return jnp.zeros(shape.shape, shape.dtype)
 
 
-def _start(buffer: jax.Array, index: tuple[Integers, ...]) -> list[jax.Array]:
+def _start(buffer: jax.Array, index: tuple[Integers, ...]) -> list[Integers | np.int32]:
     """The first element of buffer[index], in one type: where x64 is enabled, Python's integers are of another than the table's."""
-    return [jnp.asarray(i, jnp.int32) for i in (*index, *(0,) * (buffer.ndim - len(index)))]
+    # JAX counts traced integers below 0 from the end, which costs three operations for each.
+    return [*(i.astype(np.int32) for i in index), *(np.int32(0),) * (buffer.ndim - len(index))]
 
 
 def _at(buffer: jax.Array, *index: Integers) -> jax.Array:
