@@ -58,9 +58,8 @@ def inline_calls(module: Any) -> None:
         call = calls.pop()
         body = functions[ir.FlatSymbolRefAttr(call.attributes["callee"]).value].clone(ir.InsertionPoint(main))
         block = body.regions[0].blocks[0]
-        inside = operations(body)
-        calls += [op for op in inside if op.name == "func.call"]
-        _add_scopes(inside, call.location)
+        calls += [op for op in operations(body) if op.name == "func.call"]
+        _add_scopes(body, call.location)
         for argument, operand in zip(block.arguments, call.operands, strict=True):
             argument.replace_all_uses_with(operand)
         *inner, end = block.operations
@@ -74,11 +73,16 @@ def inline_calls(module: Any) -> None:
         function.erase()
 
 
-def _add_scopes(ops: Iterable[Any], place: Any) -> None:
-    """Puts the scopes of a call before the names of its operations, as XLA does."""
-    for op in ops if isinstance(place, ir.NameLoc) else ():
+def _add_scopes(body: Any, place: Any) -> None:
+    """Puts the scopes of a call before the names of its operations, as XLA does. Inside a shard_map, names begin anew."""
+
+    def add(op: Any) -> Any:
         if isinstance(op.location, ir.NameLoc):
             op.location = ir.Location.name(f"{place.name_str}/{op.location.name_str}", childLoc=op.location.child_loc)
+        return ir.WalkResult.SKIP if op.name == "sdy.manual_computation" else ir.WalkResult.ADVANCE
+
+    if isinstance(place, ir.NameLoc):
+        body.walk(add, ir.WalkOrder.PRE_ORDER)
 
 
 def choose_layouts(module: Any) -> None:
