@@ -130,7 +130,8 @@ def sharding_of(value: Any) -> Any:
     """The sharding of a value; None if it has none, and so is whole on every device."""
     owner = value.owner
     if isinstance(owner, ir.Block):
-        op, n, name = owner.owner, ir.BlockArgument(value).arg_number, "in_shardings"
+        # The name of a function's view is the function's own.
+        op, n, name = owner.owner.operation, ir.BlockArgument(value).arg_number, "in_shardings"
         if op.name == "func.func":
             attributes = ir.DictAttr(ir.ArrayAttr(op.attributes["arg_attrs"])[n]) if "arg_attrs" in op.attributes else {}
             return sdy.TensorShardingAttr(attributes["sdy.sharding"]) if "sdy.sharding" in attributes else None

@@ -148,6 +148,18 @@ def test_a_nan_survives_where_the_indices_alone_are_split():
     assert np.array_equal(sharded(x, k), smallest(x, k), equal_nan=True)
 
 
+def test_an_argument_without_a_rule_has_the_layout_that_shardy_gives_it():
+    rules = {"signals": {"m": {"tensors": {"x": ["data"]}}}, "inputs": {}, "default": "replicate"}
+
+    def largest(params, batch):
+        with jgt.signal.context("m"):
+            return jgt.signal.tensor(params["x"], "x") < batch["y"], jnp.max(batch["y"]) + batch["y"]
+
+    args = {"x": jnp.zeros(8)}, {"y": jnp.arange(8.0).at[5].set(jnp.nan)}
+    sharded = jax.jit(jgt.shard(largest, jgt.make_rules(rules), jgt.make_mesh({"data": 8})))
+    assert np.array_equal(sharded(*args)[1], largest(*args)[1], equal_nan=True)
+
+
 BEHIND = {
     "softmax": (jax.nn.softmax, False),
     "log_softmax": (jax.nn.log_softmax, False),
