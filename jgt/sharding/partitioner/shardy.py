@@ -11,6 +11,7 @@ taken apart where one of the layouts of an operation does that. Each piece is a 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -90,12 +91,25 @@ def choose_layouts(module: Any) -> None:
     ops = operations(module)
     # Both before anything changes: the name of an operation that was erased cannot be read.
     broadcasts, loops = [[op for op in ops if op.name == f"stablehlo.{name}"] for name in ("broadcast_in_dim", "while")]
+    _spell_out(ops)
     _reshape_broadcasts(broadcasts)
     _free_invariants(loops, next(iter(meshes_of(module))))
     passes = PassManager.parse("builtin.module(sdy-import-pipeline,sdy-apply-sharding-constraints,sdy-user-priority-propagate)")
     # Verifying a copy that is never compiled would take twice the time of all else.
     passes.enable_verifier(False)
     passes.run(module.operation)
+
+
+def _spell_out(ops: Iterable[Any]) -> None:
+    """Replaces the functions of numbers that Shardy does not know, such as a square. XLA writes them out before; any function will do."""
+    for op in [op for op in ops if op.name.startswith("chlo.") and len(op.results) == 1]:
+        kind = op.results[0].type
+        if all(type_shape(operand) == type_shape(op.results[0]) for operand in op.operands):
+            with ir.InsertionPoint(op):
+                first, *others = (stablehlo.convert(kind, operand) for operand in op.operands)
+                new = functools.reduce(stablehlo.add, others, first)
+            op.results[0].replace_all_uses_with(new)
+            op.operation.erase()
 
 
 def _reshape_broadcasts(broadcasts: Iterable[Any]) -> None:

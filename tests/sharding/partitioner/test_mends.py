@@ -160,6 +160,22 @@ def test_an_argument_without_a_rule_has_the_layout_that_shardy_gives_it():
     assert np.array_equal(sharded(*args)[1], largest(*args)[1], equal_nan=True)
 
 
+def test_layouts_pass_through_functions_that_shardy_does_not_know():
+    """A square is one. The rows behind it are split because the result is."""
+    rules = {"signals": {"m": {"tensors": {"out": ["data"]}}}, "inputs": {}, "default": "replicate"}
+
+    def loss(params, x, k):
+        with jgt.signal.context("m"):
+            return jgt.signal.tensor(jnp.square(lax.dynamic_update_slice_in_dim(x, 5 + x[:1], k, 0)).sum(1), "out")
+
+    sharded = jax.jit(jgt.shard(loss, jgt.make_rules(rules), jgt.make_mesh({"data": 8})))
+    with avoided_faults() as avoided:
+        for k in FAR:
+            args = {}, arrays()[1], jnp.int32(k)
+            assert jnp.allclose(sharded(*args), loss(*args))
+    assert avoided
+
+
 BEHIND = {
     "softmax": (jax.nn.softmax, False),
     "log_softmax": (jax.nn.log_softmax, False),
