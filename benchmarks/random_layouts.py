@@ -104,7 +104,7 @@ def row_functions():
         return rows(lambda h: lax.dynamic_update_slice_in_dim(h, 2 * h[:size], jnp.where(h[0, 0] > -2, start, 0), 0))
 
     def with_nan(reduce):
-        """The fourth row has a NaN. There is no gradient: XLA takes zero times NaN for zero, on one device, too."""
+        """The fourth row has a NaN. Gradients are left out, because XLA computes 0 * NaN as 0 on one device, too."""
         return rows(lambda h: reduce(jnp.where(jnp.arange(16 * 8).reshape(16, 8) == 29, jnp.nan, lax.stop_gradient(h))))
 
     groups = np.arange(16) % 3

@@ -77,7 +77,7 @@ class Comparison:
     def confirmed(self, found: NamedArrays, tolerance: float) -> tuple[NamedArrays, dict[str, float], list[str]]:
         """Returns what the plain program computes operation by operation, the errors beside it, and the names of what is wrong.
 
-        The plain program, compiled, is no judge: on one device, too, XLA computes some programs wrongly.
+        The compiled plain program cannot decide, because XLA computes some programs wrongly on one device, too.
         """
         program, tree = jx.trace(self._plain, self._arrays)
         names = [*jax.tree.unflatten(tree, range(tree.num_leaves))]

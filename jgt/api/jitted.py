@@ -51,7 +51,7 @@ def verify_jit(
 
     The message names the first operation whose value, or else whose cotangent, differs, with its line.
 
-    Raises InputError for an argument that is no array, no mesh at all, and one that is not the function's.
+    Raises InputError if an argument is not an array, if no mesh is known, or if `mesh` is not the function's.
     """
     started = time.perf_counter()
     leaves, tree = named_leaves(args)

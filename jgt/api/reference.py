@@ -49,7 +49,7 @@ def _is_readable(x: Any) -> bool:
     except ValueError:
         return False
     except TypeError:
-        # Random keys are no numbers.
+        # Random keys have no numbers to compare.
         return True
 
 

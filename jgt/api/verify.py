@@ -6,8 +6,8 @@ compares every result, every gradient and, with an optimizer, the parameters and
 
 Results and gradients come from the program as it would run. The plain program is compiled, which is quick, and may be wrong itself. So a
 difference counts only if the plain program differs operation by operation, too (`reference.py`). That both compiled programs are
-wrong and equal is not noticed: `verify_jit` compares with operations alone. If something differs, both programs run again, and return
-the values at their sites (`taps.py`), of which the first that differs is named, or else the first cotangent.
+wrong and equal is not noticed: `verify_jit` compares with operations alone. If something differs, both programs run again and return
+the values at their sites (`taps.py`). The message names the first value that differs, or else the first cotangent.
 """
 
 from __future__ import annotations

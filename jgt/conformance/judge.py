@@ -1,9 +1,9 @@
 # pyright: basic
 """The judge: what a program computes on a mesh against the same program evaluated operation by operation on one device.
 
-A jitted program on one device is no reference, because XLA computes some of these wrongly, too (openxla/xla#49176). A difference counts
-only if rounding cannot explain it: a program whose values are short whole numbers is exact, and any other one is evaluated again with
-arguments that differ in their last bits. What it then changes is how sure its numbers are.
+A program that is compiled for one device cannot be the reference, because XLA computes some of those wrongly (openxla/xla#49176). A
+difference counts only if rounding cannot explain it. If all values are short whole numbers, there is no rounding. Otherwise the program is
+evaluated again with arguments that differ in their last bits, and its results may differ by as much as that changes them.
 """
 
 from __future__ import annotations

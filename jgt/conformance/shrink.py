@@ -15,7 +15,7 @@ StillWrong = Callable[[DrawnProgram], DrawnProgram | None]
 
 
 def shrunk(program: DrawnProgram, still_wrong: StillWrong, is_over: Callable[[], bool] = lambda: False) -> DrawnProgram:
-    """The smallest program that edits lead to. is_over: whether there is no time left."""
+    """Returns the smallest wrong program that edits lead to. is_over: whether there is no time left."""
     tried: set[str] = set()
     goes_on = True
     while goes_on:

@@ -151,7 +151,7 @@ def test_the_program_is_judged_operation_by_operation():
     right[2:] = x.reshape(16, 2, 8)[:-2]
     program, _ = jx.trace(jax.jit(shift), x)
     assert np.array_equal(Reference(program, [x], jax.devices()[0], ["y"]).results["y"], right)
-    # A right layout of a function that is wrong on one device is no alarm.
+    # A right layout raises no alarm, although the function compiled for one device is wrong.
     rules = {"inputs": [["data"], "..."], "default": "replicate"}
     assert jgt.verify(lambda p, x: jnp.sum(shift(x @ p) ** 3), rules, MESH, jnp.eye(16), x).is_right
 

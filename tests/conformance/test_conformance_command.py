@@ -14,7 +14,7 @@ from jgt.conformance.listing import listing
 
 
 class Searched:
-    """A search that is over, with two classes, of which one was not found again with XLA's own flags."""
+    """A finished search with two classes. One was not found again with XLA's own flags."""
 
     def __init__(self, seed):
         program = drawn("jnp.cumsum(x0, 0)", specs={"x0": (("a",), ())}, salt=seed)

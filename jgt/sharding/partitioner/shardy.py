@@ -75,7 +75,7 @@ def inline_calls(module: Any) -> None:
 
 
 def _add_scopes(body: Any, place: Any) -> None:
-    """Puts the scopes of a call before the names of its operations, as XLA does. Inside a shard_map, names begin anew."""
+    """Puts the scopes of a call before the names of its operations, as XLA does. Names inside a shard_map begin at the shard_map."""
 
     def add(op: Any) -> Any:
         if isinstance(op.location, ir.NameLoc):

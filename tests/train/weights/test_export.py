@@ -341,10 +341,10 @@ def test_an_export_that_fails_ends_nothing_but_the_last_one(trained, tmp_path, m
     failing = {1, 3}
     plain = exports.write_export
 
-    def write(form, saved, *arguments, **options):
-        if saved.manifest.step in failing:
+    def write(form, model, *arguments, **options):
+        if model.saved.manifest.step in failing:
             raise OSError(28, "No space left on device")
-        return plain(form, saved, *arguments, **options)
+        return plain(form, model, *arguments, **options)
 
     monkeypatch.setattr(exports, "write_export", write)
     with pytest.raises(exports.ExportError, match=r"step 3 could not be exported: .*No space left.* the same command tries again"):
