@@ -6,12 +6,13 @@
 
 The programs are those of `jgt conformance` (docs/conformance.md): chains of operations, and a share of single operations with many layouts
 each, which are counted apart. Nothing is muted. Programs that XLA refuses, or of which its compiler dies, are counted apart: they are not
-silent. A seed that was counted before is not run again.
+silent. A seed that was counted before is not run again, and each version of JAX and of jgt's code has a sum of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import time
 from pathlib import Path
@@ -29,7 +30,7 @@ SINGLES = 10
 
 def run(programs, first, results, worker):
     """Runs programs until so many chains were judged, and saves the sum after each."""
-    version = versions()["jax"]
+    version = f"{versions()['jax']}, jgt {code()}"
     started = time.monotonic()
     told = 0.0
     read = json.loads(results.read_text()) if results.exists() else {}
@@ -66,6 +67,18 @@ def run(programs, first, results, worker):
             told = time.monotonic()
             print(f"{seed - first} seeds, {told - started:.0f} s, {worker.cpu:.0f} CPU-s: {dict(mine)}", flush=True)
     return {kind: dict(counted) for kind, counted in counts.items()}
+
+
+def code():
+    """The checksum of the code that decides what a program computes: sums of different code are kept apart."""
+    root = RESULTS.parents[2]
+    files = sorted(
+        path
+        for room in ("conformance", "program", "sharding")
+        for path in (root / "jgt" / room).rglob("*.*")
+        if path.suffix in (".py", ".txt")
+    )
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 
 def is_of_one_device(worker, found):

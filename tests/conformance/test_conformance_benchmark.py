@@ -73,14 +73,15 @@ class Told:
 def test_the_sum_of_all_calls_and_no_seed_twice(tmp_path, capsys):
     file, worker = tmp_path / "sum.json", Told()
     benchmark.run(9, 10_000, file, worker)
-    first = json.loads(file.read_text())[versions()["jax"]]
+    name = f"{versions()['jax']}, jgt {benchmark.code()}"
+    first = json.loads(file.read_text())[name]
     counted = {"programs": 10, "right": 7, "wrong": 1, "wrong on one device": 1, "refused": 0, "changed": 3, "crashed": 1}
     assert first["chains"] == counted
     assert first["single"]["programs"] == 3 and first["seeds"] == {"10000": 10_004}
     assert [found["seed"] for found in first["wrong"]] == [10_003]
     benchmark.run(3, 10_000, file, worker)
     benchmark.run(3, 0, file, worker)
-    again = json.loads(file.read_text())[versions()["jax"]]
+    again = json.loads(file.read_text())[name]
     assert again["chains"]["programs"] == 16 and again["seeds"] == {"10000": 10_005, "0": 1}
     assert len(worker.jobs) == len(set(worker.jobs))
     assert "died" in capsys.readouterr().out
