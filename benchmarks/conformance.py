@@ -69,15 +69,15 @@ def run(programs, first, results, worker):
     return {kind: dict(counted) for kind, counted in counts.items()}
 
 
+DRAWING = ("grammar.py", "judge.py", "layouts.py", "operations.txt", "productions.txt", "program.py", "worker.py")
+"""The files of the room jgt/conformance that draw the programs and judge them."""
+
+
 def code():
-    """The checksum of the code that decides what a program computes: sums of different code are kept apart."""
-    root = RESULTS.parents[2]
-    files = sorted(
-        path
-        for room in ("conformance", "program", "sharding")
-        for path in (root / "jgt" / room).rglob("*.*")
-        if path.suffix in (".py", ".txt")
-    )
+    """The checksum of the code that decides which programs are drawn and what they compute: sums of different code are kept apart."""
+    root = RESULTS.parents[2] / "jgt"
+    files = [root / "conformance" / name for name in DRAWING]
+    files += sorted(path for room in ("program", "sharding") for path in (root / room).rglob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +38,11 @@ def _kind(spec: DimAxes | None, dim: int) -> str:
     if dim not in split:
         return "other dim"
     return "several dims" if len(split) > 1 else "dim, several axes" if len(spec[dim]) > 1 else "dim"
+
+
+def num_layouts(program: DrawnProgram, mesh: Sequence[int]) -> int:
+    """How many layouts the arguments of a program have, if each axis splits a dim of each or none."""
+    return math.prod((len(value.shape) + 1) ** len(mesh) for value in program.inputs)
 
 
 def lay_out(rng: random.Random, program: DrawnProgram, mesh: tuple[int, ...], *, share: float = 0.35) -> DrawnProgram:

@@ -23,7 +23,7 @@ import jgt
 from jgt.conformance.classes import form_on_axes, is_hidden
 from jgt.conformance.grammar import draw_chain, single_operations
 from jgt.conformance.judge import Judge, WrongArray, as_is, on_mesh, outcome_of, shaped, values_of
-from jgt.conformance.layouts import MESHES, cells, lay_out, least_met
+from jgt.conformance.layouts import MESHES, cells, lay_out, least_met, num_layouts
 from jgt.conformance.program import AXES, DRAWS, DrawnProgram
 from jgt.sharding.partitioner import avoided_faults
 from jgt.signal import context, tensor
@@ -67,10 +67,9 @@ class Worker:
         rng = random.Random(f"single {job['seed']}")
         met, luck = self._met if job["steered"] else Counter(), rng.random()
         pairs = [(operation, mesh) for operation in single_operations() for mesh in sorted(set(MESHES)) if len(mesh) > 1]
-        wanted = [
-            pair for pair in rng.sample(pairs, 40) if not is_hidden(self._muted, [form_on_axes(pair[0], len(pair[1]))], luck)
-        ] or pairs
-        operation, mesh = least_met(met, wanted, lambda pair: (f"{pair[0].steps[0].code} on {pair[1]}",))
+        wanted = [pair for pair in pairs if not is_hidden(self._muted, [form_on_axes(pair[0], len(pair[1]))], luck)] or pairs
+        weights = [num_layouts(*pair) ** 0.5 / (1 + met[f"{pair[0].steps[0].code} on {pair[1]}"]) for pair in wanted]
+        operation, mesh = rng.choices(wanted, weights)[0]
         cell = f"{operation.steps[0].code} on {mesh}"
         met[cell] += 1
         program = replace(shaped(operation), salt=rng.randrange(10**6), gradient=rng.random() < 0.5)

@@ -104,3 +104,16 @@ def test_a_product_of_zero_and_a_special_value_may_be_zero():
     right, kept = judge.expected["value v0"], rows[judge][:, None]
     assert judge.differences({"value v0": np.where(kept, right, 0.0)}) == []
     assert [each.error for each in judge.differences({"value v0": np.where(kept, 0.0, right)})] == [np.inf]
+
+
+def test_a_product_of_zero_and_the_infinity_of_an_empty_segment_may_be_zero():
+    program = drawn("jax.ops.segment_min(x0[:, 0], k0, 4)", "jax.nn.one_hot(k0, 4) @ v0", indices={"k0": ((8,), 8)})
+    judges = (Judge(replace(program, salt=salt), 0) for salt in range(200))
+    judge = next(judge for judge in judges if np.isnan(judge.expected["value v1"]).all())
+    least = np.asarray(jax.ops.segment_min(judge.arguments["x0"][:, 0], judge.arguments["k0"], 4))
+    hot = np.asarray(jax.nn.one_hot(judge.arguments["k0"], 4)) > 0
+    as_select = np.where(hot, least, 0).sum(1)
+    assert judge.differences({"value v1": as_select}) == []
+    wrong = Judge(drawn("x0 * 0 + jnp.where(k0 > 3, jnp.inf, 0.0)[:, None]", "v0 - v0[::-1]", indices={"k0": ((8,), 8)}), 0)
+    lost = np.nan_to_num(wrong.expected["value v1"])
+    assert [each.error for each in wrong.differences({"value v1": lost})] == [np.inf]
