@@ -121,6 +121,7 @@ def row_functions():
         "row beyond the end": updated(16, 1),
         "row before the beginning": updated(-20, 1),
         "indexed beyond the end": rows(lambda h: h * h[jnp.where(h[0, 0] > -2, 20, 0)][None]),
+        "cumulative maximum": rows(lambda h: lax.cummax(h, 0)),
         "maximum of a NaN": with_nan(lambda h: jnp.max(h, 0)),
         "minimum of a NaN": with_nan(jnp.min),
         "segments of a NaN": with_nan(lambda h: jax.ops.segment_max(h, groups, 4)),

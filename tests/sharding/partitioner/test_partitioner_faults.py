@@ -197,6 +197,15 @@ for layout in [
 with avoided_faults() as avoided:
     assert error((("t", "f"), None, "s"), ("f", None, "s"), (("t", "f"), None, None, None)) < 1e-4
 assert not avoided, avoided
+
+# The chain of slices in its derivative halves the rows until there are fewer than devices that split them.
+rows = jnp.asarray(np.random.default_rng(2).standard_normal((16, 8), np.float32))
+at = lambda x, *spec: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+largest = rule()(lambda x: at(jax.lax.cummax(at(x, None, ("f", "d", "s")), 0), ("t", "s"), ("d", "f")))
+found, pull = jax.jit(lambda x: jax.vjp(largest, x))(rows)
+expected, plain = jax.vjp(lambda x: jax.lax.cummax(x, 0), rows)
+assert (found == expected).all()
+assert jnp.allclose(jax.jit(lambda: pull(rows))()[0], plain(rows)[0], atol=1e-5)
 """
 
 
@@ -205,6 +214,32 @@ def test_on_four_axes_a_gather_beside_a_split_sum_is_not_forgotten():
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
     done = subprocess.run([sys.executable, "-c", ON_SIXTEEN], check=False, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("second", [lambda y: y[1:], lambda y: y * 3], ids=["slice", "same"])
+@pytest.mark.parametrize("first", [lambda y: y[:1], lambda y: jnp.roll(y, 1, 0)], ids=["slice", "roll"])
+def test_what_else_reads_rows_that_are_split_unevenly_and_sliced_is_right(first, second):
+    mesh, x = jgt.make_mesh({"d": 2, "f": 2}, devices=jax.devices()[:4]), noise((2, 4), 0)
+
+    def errors(order):
+        def at(x, *spec):
+            return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
+
+        @scopes.rule()
+        def both(x):
+            y = at(x * 1, order)
+            return at(at(first(y), None, "f"), None, None), at(at(second(y), "f", "d"), None, None)
+
+        return [float(jnp.max(jnp.abs(a - b))) for a, b in zip(jax.jit(both)(x), (first(x), second(x)), strict=True)]
+
+    avoid_faults(scopes.OWN)
+    orders = ("d", "f"), ("f", "d")
+    for order in orders:
+        with avoided_faults() as avoided:
+            assert errors(order) == [0, 0]
+        assert avoided
+    with with_faults():
+        assert max(max(errors(order)) for order in orders) > 0.1
 
 
 def test_a_program_without_faults_is_the_very_same():
