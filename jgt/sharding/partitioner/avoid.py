@@ -28,8 +28,9 @@ from typing import Any
 from jax._src import compiler
 from jaxlib.mlir import ir
 
+from jgt.sharding.partitioner.grid import Splits, SubAxis, join_parts
 from jgt.sharding.partitioner.placed import MendedOperation, OperationLayout, Placed, may_have_faults, readable
-from jgt.sharding.partitioner.shardy import Splits, SubAxis, inline_calls, join_parts
+from jgt.sharding.partitioner.shardy import inline_calls
 
 MARK = "avoided_fault"
 """The last part of the names of the added constraints, and so of the collectives that they cause."""
@@ -167,13 +168,13 @@ def _constrain(module: ir.Module, layouts: Sequence[OperationLayout]) -> list[Av
             for n, given, better in zip(layout.arrays, layout.given, layout.better, strict=True):
                 if n < len(op.operands):
                     with ir.InsertionPoint(op):
-                        op.operands[n] = layout.grid.constrain(op.operands[n], better, layout.mesh)
+                        op.operands[n] = layout.grid.move(op.operands[n], given, better, layout.mesh)
                     continue
                 result = op.results[n - len(op.operands)]
                 with ir.InsertionPoint.after(op):
                     first = last = layout.grid.constrain(result, better, layout.mesh)
                     if given != better:
-                        last = layout.grid.constrain(first, given, layout.mesh)
+                        last = layout.grid.move(first, better, given, layout.mesh)
                 result.replace_all_uses_except(last, first.owner.operation)
     return avoided
 

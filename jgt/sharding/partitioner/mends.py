@@ -18,8 +18,9 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
+from jgt.sharding.partitioner.grid import Splits, count_parts
 from jgt.sharding.partitioner.nans import add_flags, keeps_extremes, loses_nans
-from jgt.sharding.partitioner.shardy import Splits, count_parts, type_shape
+from jgt.sharding.partitioner.shardy import type_shape
 
 _MERGES_SLICES = tuple(int(part) for part in metadata.version("jaxlib").split(".")[:2]) < (0, 12)
 """Whether XLA makes one slice of two without clamping the second (openxla/xla#49121)."""

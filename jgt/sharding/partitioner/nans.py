@@ -17,7 +17,8 @@ from typing import Any
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
-from jgt.sharding.partitioner.shardy import Splits, type_shape
+from jgt.sharding.partitioner.grid import Splits
+from jgt.sharding.partitioner.shardy import type_shape
 
 _OF_NAN = "abs add subtract multiply divide negate exponential exponential_minus_one log log_plus_one tanh sqrt rsqrt convert"
 _KEEPS = {f"stablehlo.{name}" for name in _OF_NAN.split()} | {"sdy.sharding_constraint", "stablehlo.optimization_barrier"}

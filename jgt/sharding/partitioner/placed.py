@@ -11,11 +11,10 @@ from jaxlib.mlir.dialects import sdy
 
 from jgt.sharding.partitioner.dims import READERS
 from jgt.sharding.partitioner.faults import better_layouts
+from jgt.sharding.partitioner.grid import AxisGrid, Splits
 from jgt.sharding.partitioner.mends import Mend, has_mends, mends_for
 from jgt.sharding.partitioner.shardy import (
     NUMBER,
-    AxisGrid,
-    Splits,
     choose_layouts,
     inline_calls,
     meshes_of,

@@ -4,31 +4,21 @@
 A lowered program names the layouts of some of its values. Shardy chooses the others when XLA compiles, and no API returns them. So this
 file turns a copy of the program into what XLA makes of it before it calls Shardy, and runs the same passes: jaxlib has them among its MLIR
 passes. tests/sharding/partitioner/test_shardy.py compares the layouts with those that XLA dumps.
-
-A *layout* has, for each dim of an array, the parts of mesh axes that split it. Shardy may split a dim by a part of an axis, so an axis is
-taken apart where one of the layouts of an operation does that. Each piece is a *sub-axis*.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
-import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy, stablehlo
 from jaxlib.mlir.passmanager import PassManager
 
 NUMBER = "jgt.number"
 """The attribute with the number of an operation, which it keeps while Shardy changes the program."""
-SubAxis = tuple[str, int, int]
-"""A part of a mesh axis: its name, the number of parts before it, and its own size."""
-Splits = tuple[tuple[SubAxis, ...], ...]
-"""The sub-axes that split each dim, major to minor."""
 
 
 def operations(module: Any) -> list[Any]:
@@ -159,98 +149,6 @@ def sharding_of(value: Any) -> Any:
         return sdy.TensorShardingAttr(edge.attributes["sharding"])
     found = next((op.attributes[key] for key in (name, "sdy.sharding") if key in op.attributes), None)
     return None if found is None else sdy.TensorShardingAttr(sdy.TensorShardingPerValueAttr(found).shardings[n])
-
-
-def _manual_axes(op: Any) -> set[str]:
-    """The axes of the shard_maps around an operation, which split nothing inside."""
-    found: set[str] = set()
-    while (op := op.operation.parent) is not None:
-        if op.name == "sdy.manual_computation":
-            found |= set(cast(Any, sdy.ManualAxesAttr(op.attributes["manual_axes"])))
-    return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class AxisGrid:
-    """The devices of a mesh, seen from an operation: its sub-axes, and the ids of the devices, with one dim for each sub-axis."""
-
-    sub_axes: tuple[SubAxis, ...]
-    devices: np.ndarray
-
-    @classmethod
-    def around(cls, op: Any, mesh: Any, shardings: Sequence[Any]) -> AxisGrid:
-        """The grid for an operation whose arrays have these shardings."""
-        axes = [sdy.MeshAxisAttr(axis) for axis in mesh.axes]
-        cuts = {axis.name: {1, axis.size} for axis in axes}
-        for ref in (ref for sharding in shardings for dim in _references(sharding) for ref in dim):
-            if ref.sub_axis_info is not None:
-                info = sdy.SubAxisInfoAttr(ref.sub_axis_info)
-                cuts[ref.name] |= {info.pre_size, info.pre_size * info.size}
-        pairs = [(axis.name, pair) for axis in axes for pair in itertools.pairwise(sorted(cuts[axis.name]))]
-        sub_axes = [(name, low, high // low) for name, (low, high) in pairs]
-        manual = _manual_axes(op)
-        ids = np.array(list(mesh.device_ids) or range(math.prod(size for _, _, size in sub_axes)))
-        ids = ids.reshape([size for _, _, size in sub_axes])[tuple(0 if name in manual else slice(None) for name, _, _ in sub_axes)]
-        return cls(sub_axes=tuple(sub_axis for sub_axis in sub_axes if sub_axis[0] not in manual), devices=ids)
-
-    def layout(self, sharding: Any, rank: int) -> Splits:
-        """The layout of an array of this rank."""
-        if sharding is None:
-            return ((),) * rank
-        return tuple(tuple(sub_axis for ref in dim for sub_axis in self._parts(ref)) for dim in _references(sharding))
-
-    def _parts(self, ref: Any) -> Iterator[SubAxis]:
-        info = None if ref.sub_axis_info is None else sdy.SubAxisInfoAttr(ref.sub_axis_info)
-        for name, low, size in self.sub_axes:
-            if name == ref.name and (info is None or info.pre_size <= low < info.pre_size * info.size):
-                yield name, low, size
-
-    def groups(self, layout: Splits, dims: Sequence[int], and_copies: bool = False) -> list[list[int]]:
-        """The devices that have the same part of these dims, in the order of the other dims.
-
-        and_copies: devices that have the same part of the whole array are in different groups.
-        """
-        used = {sub_axis for axes in layout for sub_axis in axes}
-        whole = [sub_axis for sub_axis in self.sub_axes if sub_axis not in used]
-        front = [sub_axis for d in dims for sub_axis in layout[d]] + (whole if and_copies else [])
-        inner = [sub_axis for d, axes in enumerate(layout) if d not in dims for sub_axis in axes] + ([] if and_copies else whole)
-        order = [self.sub_axes.index(sub_axis) for sub_axis in (*front, *inner)]
-        return self.devices.transpose(order).reshape(count_parts(front), -1).tolist()
-
-    def constrain(self, value: Any, layout: Splits, mesh: Any) -> Any:
-        """A value that is constrained to a layout, where operations are inserted now."""
-        dims = [
-            sdy.DimensionShardingAttr.get([self._reference(sub_axis) for sub_axis in join_parts(axes)], is_closed=True) for axes in layout
-        ]
-        return sdy.ShardingConstraintOp(value, sdy.TensorShardingAttr.get(mesh, dims)).result
-
-    def _reference(self, sub_axis: SubAxis) -> Any:
-        name, low, size = sub_axis
-        is_whole = size == count_parts(a for a in self.sub_axes if a[0] == name)
-        return sdy.AxisRefAttr.get(name, None if is_whole else sdy.SubAxisInfoAttr.get(low, size))
-
-
-def count_parts(sub_axes: Iterable[SubAxis]) -> int:
-    """The number of parts into which these sub-axes split a dim."""
-    return math.prod(size for _, _, size in sub_axes)
-
-
-def join_parts(axes: Sequence[SubAxis]) -> list[SubAxis]:
-    """The sub-axes of a dim, with neighbouring parts of one axis as one."""
-    result: list[SubAxis] = []
-    for name, low, size in axes:
-        if result and result[-1][0] == name and result[-1][1] * result[-1][2] == low:
-            result[-1] = (name, result[-1][1], result[-1][2] * size)
-        else:
-            result.append((name, low, size))
-    return result
-
-
-def _references(sharding: Any) -> list[list[Any]]:
-    """The axes, or parts of axes, that a sharding names for each dim."""
-    if sharding is None:
-        return []
-    return [[sdy.AxisRefAttr(ref) for ref in sdy.DimensionShardingAttr(dim).axes] for dim in sharding.dimension_shardings]
 
 
 def type_shape(value: Any) -> tuple[int, ...]:
