@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import Any, cast
 
 import numpy as np
@@ -82,7 +81,10 @@ class AxisGrid:
         # On more than three axes XLA dies of some moves of several axes at once. They begin with what the layouts have in common.
         moving = [a for axes, new in zip(before, after, strict=True) for a in axes if a not in new and a in itertools.chain(*after)]
         if len(moving) > 1 and sum(size > 1 for _, _, size in self.sub_axes) > 3:
-            value = self.constrain(value, tuple(tuple(commonprefix(pair)) for pair in zip(before, after, strict=True)), mesh)
+            same = [
+                itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*dim, strict=False)) for dim in zip(before, after, strict=True)
+            ]
+            value = self.constrain(value, tuple(tuple(a for a, _ in pairs) for pairs in same), mesh)
         return self.constrain(value, after, mesh)
 
     def _reference(self, sub_axis: SubAxis) -> Any:
