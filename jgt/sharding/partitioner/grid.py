@@ -79,11 +79,10 @@ class AxisGrid:
     def move(self, value: Any, before: Splits, after: Splits, mesh: Any) -> Any:
         """A value of one layout, constrained to another one."""
         # On more than three axes XLA dies of some moves of several axes at once. They begin with what the layouts have in common.
-        moving = [a for axes, new in zip(before, after, strict=True) for a in axes if a not in new and a in itertools.chain(*after)]
+        dims = [*zip(before, after, strict=True)]
+        moving = [a for axes, new in dims for a in axes if a not in new and a in itertools.chain(*after)]
         if len(moving) > 1 and sum(size > 1 for _, _, size in self.sub_axes) > 3:
-            same = [
-                itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*dim, strict=False)) for dim in zip(before, after, strict=True)
-            ]
+            same = (itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*dim, strict=False)) for dim in dims)
             value = self.constrain(value, tuple(tuple(a for a, _ in pairs) for pairs in same), mesh)
         return self.constrain(value, after, mesh)
 
