@@ -13,7 +13,7 @@ that no document ends with, and may name it as its end of sequence.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ WAYS_TO_NAME_AN_END = f"Known names: {', '.join(END_OF_TEXT_NAMES)}. A tokenizer
 END_OF_TURN_NAMES = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
 """Tokens that end a turn of a chat. They never end a document."""
 _MAX_BYTES = 1 << 25
-_CONFIG, _NAMES = "tokenizer_config.json", "special_tokens_map.json"
+_CONFIG, _NAMES, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GENERATION = ("generation_config.json", "config.json")
@@ -56,11 +56,8 @@ def special_tokens(folder: Path, id_of: Callable[[str], int | None], beginning: 
     id_of: the id of a token by its text. beginning: the tokens that the tokenizer.json adds in front of a text. Like transformers, this
     reads no add_bos_token, which says how a tokenizer without a tokenizer.json is made.
     """
-    config = _read(folder / _CONFIG)
-    # Newer files have all properties of their tokens.
-    config = config if "added_tokens_decoder" in config else {**config, **_read(folder / _NAMES)}
-
-    texts = {key: text for key in _NAMED if (text := _text(config.get(key), folder, key)) is not None}
+    config = _config(folder)
+    texts = _named(config, folder)
 
     def named(key: str) -> int | None:
         return id_of(texts[key]) if key in texts else None
@@ -68,10 +65,30 @@ def special_tokens(folder: Path, id_of: Callable[[str], int | None], beginning: 
     end = _end_of_text(config.get("eos_token"), folder, id_of)
     named_ends = (named("eos_token"), end, *map(id_of, END_OF_TURN_NAMES))
     ends = {token for token in named_ends if token is not None} | set(declared_ends(folder))
-    files = [folder / name for name in _TEMPLATES] + ([folder / _CONFIG] if "chat_template" in config else [])
+    files = [folder / name for name in _TEMPLATES] + ([folder / _CONFIG] if config.get("chat_template") is not None else [])
     template = next((file for file in files if file.is_file()), None)
     ids = tuple(sorted(ends))
     return SpecialTokens(beginning=beginning, end_of_text=end, ends=ids, pad=named("pad_token"), template=template, texts=texts)
+
+
+def declared_tokens(folder: Path, id_of: Callable[[str], int | None]) -> Iterator[tuple[int | None, Mapping[str, Any], bool]]:
+    """The tokens that files beside a tokenizer.json name, in the order in which transformers adds those that it lacks.
+
+    Each has its id, if they say it, its properties, and whether these go before those in tokenizer.json. id_of: the id of a token, also
+    of one that was added meanwhile. Raises InputError.
+    """
+    config = _config(folder)
+    names, decoder = _named(config, folder).values(), config.get("added_tokens_decoder")
+    further = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    further = {_text(one, folder, "extra_special_tokens"): one for one in ([] if isinstance(further, Mapping) else further)}
+    for number, shape in sorted((int(number), shape) for number, shape in (decoder or {}).items()):
+        yield number, {**shape, "special": shape.get("special", False) or shape["content"] in names}, True
+    for text, number in {} if decoder is not None else _read(folder / _ADDED).items():
+        is_special = text in names or text in further
+        yield number, {"content": text, "special": is_special, "normalized": not is_special}, False
+    # A name alone is no token.
+    for text, shape in {**{name: name for name in names if id_of(name) is not None}, **further}.items():
+        yield None, {**(shape if isinstance(shape, Mapping) else {"content": text}), "special": True}, False
 
 
 def declared_ends(folder: Path) -> tuple[int, ...]:
@@ -92,6 +109,22 @@ def _end_of_text(eos: Any, folder: Path, id_of: Callable[[str], int | None]) -> 
     known = sorted(END_OF_TEXT_NAMES, key=lambda one: one != name)
     others = [] if name is None or name in END_OF_TURN_NAMES else [name]
     return next((token for one in (*known, *others) if (token := id_of(one)) is not None), None)
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    """The keys about tokens in the files beside a tokenizer.json. Raises InputError."""
+    config = _read(folder / _CONFIG)
+    # Newer files have all properties of their tokens.
+    return config if "added_tokens_decoder" in config else {**config, **_read(folder / _NAMES)}
+
+
+def _named(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """The texts of tokens by their names. Raises InputError."""
+    further = config.get("extra_special_tokens")
+    # As in transformers: a model may have tokens of its own, such as image_token.
+    named = {key: value for key, value in config.items() if key in _NAMED or (key.endswith("_token") and isinstance(value, str))}
+    named |= further if isinstance(further, Mapping) else {}
+    return {key: text for key, value in named.items() if (text := _text(value, folder, key)) is not None}
 
 
 def _text(value: Any, folder: Path, key: str) -> str | None:

@@ -16,20 +16,22 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from jgt.document import InputError, read_bytes
+from jgt.document import InputError, read_bytes, shown
 
 from ..store.cache import local_file
 from .config import BYTES
-from .special import END_OF_TEXT_NAMES, SpecialTokens, special_tokens
+from .special import END_OF_TEXT_NAMES, SpecialTokens, declared_tokens, special_tokens
 
 try:
     import tokenizers
 except ImportError:
     tokenizers = None
 
+TOKENIZER_REMEDY = "Add a tokenizer.json to its folder: transformers saves one, also of a tokenizer.model or a vocab.json"
 MAX_BYTES = 1 << 28
 """The largest tokenizer.json that is read."""
 
@@ -77,6 +79,9 @@ class JsonTokenizer:
             # The file may ask for truncated or padded texts, which would silently lose or invent tokens.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
+        with self._as_input_error("has tokens beside it that are none"):
+            added = self._add_declared(tokenizers.AddedToken)
+        with self._as_input_error("not a tokenizer.json"):
             # Ids may have gaps, so the number of tokens may be smaller than the largest id plus one.
             self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
             beginning = self._beginning()
@@ -84,7 +89,22 @@ class JsonTokenizer:
         known = (token for name in END_OF_TEXT_NAMES if (token := self._tokenizer.token_to_id(name)) is not None)
         # The files beside a tokenizer.json may name another end than the first that is known.
         own = b"" if self.special.end_of_text == next(known, None) else f" {self.special.end_of_text}".encode()
-        self.identity = hashlib.sha256(data + own).hexdigest()
+        self.identity = hashlib.sha256(data + own + "".join(map(repr, added)).encode()).hexdigest()
+
+    def _add_declared(self, token_of: Any) -> list[Any]:
+        """Adds the tokens that the files beside the tokenizer.json name, as transformers does, and returns them. Raises InputError."""
+        added, id_of = list[Any](), self._tokenizer.token_to_id
+        own = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
+        for number, shape, goes_before in declared_tokens(Path(self._path).parent, id_of):
+            token = token_of(**{key: value for key, value in shape.items() if key != "__type"})
+            if token.content not in own or (goes_before and repr(own[token.content]) != repr(token)):
+                self._tokenizer.add_tokens([token])
+                own[token.content] = token
+                added.append(token)
+            if number is not None and id_of(token.content) != number:
+                why = f"the files beside it say that {shown(token.content)} has the id {number}, and here it has {id_of(token.content)}"
+                raise InputError([f"{self._path}: {why}. Save the tokenizer again"])
+        return added
 
     def _beginning(self) -> tuple[int, ...]:
         """The tokens that the file adds in front of a text."""
@@ -95,8 +115,7 @@ class JsonTokenizer:
         return tuple(whole.ids[: whole.special_tokens_mask.index(0)]) if 0 in whole.special_tokens_mask else ()
 
     def encode(self, text: str) -> list[int]:
-        with self._as_input_error("cannot encode the text"):
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self.encode_spans(text)[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[np.ndarray]:
         with self._as_input_error("cannot encode the text"):
@@ -134,6 +153,8 @@ class JsonTokenizer:
         try:
             yield
         except BaseException as error:
+            if isinstance(error, InputError):
+                raise
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 raise InputError([f"{self._path}: {failure}: {error}"]) from None
             raise

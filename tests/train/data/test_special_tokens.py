@@ -24,6 +24,7 @@ def folder(tmp_path):
         vocab = {name: number for number, name in enumerate(["[UNK]", "one", "two", *tokens])}
         made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
         made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        made.add_special_tokens([*tokens])
         if begin:
             special = [(name, vocab[name]) for name in begin]
             made.post_processor = tokenizers.processors.TemplateProcessing(single=[*begin, "$A"], special_tokens=special)
@@ -91,12 +92,79 @@ def test_a_tokenizer_alone_has_the_identity_that_it_had(folder):
         assert (open_tokenizer(folder(["<|endoftext|>", "</s>"], tokenizer_config={"eos_token": eos})).identity == alone) == is_same
 
 
+def token(content, **more):
+    return {"content": content, "special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, **more}
+
+
+DECLARED = {
+    "a_decoder": (
+        {"tokenizer_config": {"added_tokens_decoder": {"5": token("<b>", special=False), "4": token("<tool>")}}},
+        [1, 4, 0, 2, 0, 5, 0, 3, 0, 1, 0, 0],
+    ),
+    "other_blanks": (
+        {"tokenizer_config": {"added_tokens_decoder": {"3": token("<end>", rstrip=True, lstrip=True)}}},
+        [0, 0, 2, 0, 0, 3, 1, 0, 0],
+    ),
+    "a_decoder_goes_before": (
+        {
+            "tokenizer_config": {"added_tokens_decoder": {"3": token("<end>")}},
+            "added_tokens": {"<tool>": 4},
+            "special_tokens_map": {"additional_special_tokens": ["<b>"]},
+        },
+        [0, 0, 2, 0, 0, 0, 3, 0, 1, 0, 0],
+    ),
+    "a_file": ({"added_tokens": {"<tool>": 4, "<b>": 5, "<end>": 3}}, [1, 4, 0, 2, 0, 5, 0, 3, 0, 1, 0, 0]),
+    "names": (
+        {"tokenizer_config": {"additional_special_tokens": ["<tool>", {"__type": "AddedToken", **token("<b>")}]}},
+        [1, 4, 0, 2, 0, 5, 0, 3, 0, 1, 0, 0],
+    ),
+    "names_in_the_map": ({"special_tokens_map": {"additional_special_tokens": ["<tool>"]}}, [1, 4, 0, 2, 0, 0, 0, 3, 0, 1, 0, 0]),
+    "further_names": (
+        {"tokenizer_config": {"extra_special_tokens": ["<b>"], "additional_special_tokens": ["<tool>"]}},
+        [0, 0, 2, 0, 4, 0, 3, 0, 1, 0, 0],
+    ),
+    "in_the_vocabulary": (
+        {"tokenizer_config": {"extra_special_tokens": {"tool_token": "two"}, "image_token": "one"}},
+        [1, 0, 0, 2, 0, 0, 0, 3, 0, 1, 0, 1, 2],
+    ),
+    "no_token": ({"tokenizer_config": {"pad_token": "<pad>"}}, [0, 0, 2, 0, 0, 0, 3, 0, 1, 0, 0]),
+}
+"""Files beside a tokenizer.json, and the ids that transformers 5.24 gives."""
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_tokens_that_only_other_files_name_have_the_ids_of_transformers(name, tmp_path):
+    files, ids = DECLARED[name]
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "one": 1, "two": 2, "<end>": 3}, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split(" ", "isolated")
+    made.add_special_tokens(["<end>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    alone = open_tokenizer(str(tmp_path / "tokenizer.json")).identity
+    for file, contents in files.items():
+        (tmp_path / f"{file}.json").write_text(json.dumps(contents))
+    opened = open_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert opened.encode("one<tool> two <b> <end> one onetwo") == ids and opened.vocab_size == max(4, max(ids) + 1)
+    # Texts that were encoded without these tokens are encoded again.
+    assert (opened.identity == alone) == (name in ("a_decoder_goes_before", "no_token"))
+
+
+def test_a_template_that_is_null_is_none(folder):
+    assert open_tokenizer(folder(["</s>"], tokenizer_config={"chat_template": None})).special.template is None
+
+
 @pytest.mark.parametrize(
     ("name", "contents", "problem"),
     [
         ("tokenizer_config", "{", "tokenizer_config.json: is not JSON"),
         ("tokenizer_config", "[" * 100_000, "tokenizer_config.json: is not JSON"),
         ("special_tokens_map", "[]", "special_tokens_map.json: must be a mapping"),
+        (
+            "added_tokens",
+            '{"<tool>": 9}',
+            "the files beside it say that '<tool>' has the id 9, and here it has 4. Save the tokenizer again",
+        ),
+        ("added_tokens", '{"<tool>": "x"}', "the files beside it say that '<tool>' has the id x, and here it has 4"),
+        ("tokenizer_config", '{"added_tokens_decoder": {"4": {"text": "x"}}}', "tokenizer.json: has tokens beside it that are none: "),
         ("tokenizer_config", '{"eos_token": 3}', "tokenizer_config.json: eos_token: must be the text of a token, not 3"),
         (
             "generation_config",
