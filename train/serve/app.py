@@ -1,7 +1,7 @@
 """OpenAI's API as an ASGI application: routes, who may use them, bodies within limits, and answers whole or as server-sent events.
 
     GET  /health                 whether the model answers
-    GET  /v1/models              the model
+    GET  /v1/models              the model; also /v1/models/NAME
     POST /v1/completions         texts that continue prompts
     POST /v1/chat/completions    answers to chats
 
@@ -53,6 +53,7 @@ class Api:
             routes=[
                 Route("/health", self._health),
                 Route("/v1/models", self._models),
+                Route("/v1/models/{name:path}", self._models),
                 *(Route(path, functools.partial(self._answer, is_chat), methods=["POST"]) for path, is_chat in posts.items()),
             ],
             exception_handlers=dict.fromkeys((HTTPException, Exception, *_ERRORS), _failed),
@@ -64,7 +65,11 @@ class Api:
 
     async def _models(self, request: Request) -> Response:
         self._check(request)
-        return JSONResponse({"object": "list", "data": [{"id": self.reader.name, "object": "model", "created": 0, "owned_by": "jgt"}]})
+        model = {"id": self.reader.name, "object": "model", "created": 0, "owned_by": "jgt"}
+        if "name" not in request.path_params:
+            return JSONResponse({"object": "list", "data": [model]})
+        self.reader.check_name(request.path_params["name"])
+        return JSONResponse(model)
 
     async def _answer(self, is_chat: bool, request: Request) -> Any:
         self._check(request)
@@ -79,8 +84,8 @@ class Api:
     def _check(self, request: Request) -> None:
         """Raises HTTPException if the client may not ask."""
         if self.token:
-            given = request.headers.get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, b"Bearer " + self.token):
+            scheme, _, given = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode("latin-1"), self.token):
                 raise HTTPException(401, "the API key is wrong or missing. Send it as Authorization: Bearer TOKEN")
         # A page in a browser may have a name that leads here.
         elif not self.is_local(host := re.sub(r":\d*$", "", request.headers.get("host", "")).strip("[]")):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,23 @@ _SETTINGS: Mapping[str, str] = {
 _OTHERS = {"model", "prompt", "messages", "stream", "stream_options", "seed"}
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 """Keys that change no answer."""
-_NEUTRAL: Mapping[str, Any] = {"best_of": 1, "response_format": {"type": "text"}, "tool_choice": "none", "parallel_tool_calls": True}
-"""Values of keys that ask for nothing else than what is done anyway."""
+_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("tools", "functions", "logit_bias", "bad_words", "stop_token_ids", "chat_template_kwargs"), ([], {})),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs", "min_tokens", "priority"), (0,)),
+    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
+    **dict.fromkeys(
+        ("logprobs", "echo", "ignore_eos", "use_beam_search", "continue_final_message", "include_stop_str_in_output"), (False,)
+    ),
+    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens", "detokenize", "include_reasoning"), (True,)),
+    "suffix": ("",),
+}
+"""Values of keys that ask for nothing else than what is done anyway. All else but null would change an answer."""
 _MOST_STOPS, _MOST_STOP_CHARACTERS = 16, 256
+_LEAST = 1e-9
 
 
 class UnknownModelError(Exception):
@@ -69,9 +83,8 @@ class OrderReader:
     def read(self, data: bytes, *, is_chat: bool) -> Order:
         """The order in the body of a request. Raises InputError, or UnknownModelError."""
         body = _object(data)
-        if body.get("model") not in (None, self.name):
-            raise UnknownModelError(f"the model {shown(body['model'])} is not served here. There is: {shown(self.name)}")
-        changes = _changes(body)
+        self.check_name(body.get("model"))
+        changes = _changes(body, is_chat)
         prompts = [self._chat_prompt(body)] if is_chat else _prompts(body.get("prompt"))
         samples = changes.get("samples", 1)
         if isinstance(samples, int) and len(prompts) * samples > self.most:
@@ -81,8 +94,10 @@ class OrderReader:
         try:
             requests = self.generator.requests(prompts, seed=seed, **changes)
         except InputError as error:
-            # The message names the key as the section `generate:` does.
-            raise InputError(problem.removeprefix("generate: generate.") for problem in error.problems) from None
+            # The messages name keys as the section `generate:` does.
+            names = {ours: key for key, ours in _SETTINGS.items() if body.get(key) is not None}
+            found = (problem.removeprefix("generate: generate.").partition(":") for problem in error.problems)
+            raise InputError("".join((names.get(key, key), *rest)) for key, *rest in found) from None
         options = body.get("stream_options")
         return Order(
             requests=requests,
@@ -91,6 +106,11 @@ class OrderReader:
             streams=body.get("stream") is True,
             counts=isinstance(options, dict) and options.get("include_usage") is True,
         )
+
+    def check_name(self, name: Any) -> None:
+        """Raises UnknownModelError for the name of another model."""
+        if name not in (None, self.name):
+            raise UnknownModelError(f"the model {shown(name)} is not served here. There is: {shown(self.name)}")
 
     def _chat_prompt(self, body: Mapping[str, Any]) -> list[int]:
         if self.chat is None:
@@ -110,24 +130,34 @@ def _object(data: bytes) -> dict[str, Any]:
     return body
 
 
-def _changes(body: Mapping[str, Any]) -> dict[str, Any]:
+def _problems(body: Mapping[str, Any], is_chat: bool) -> Iterator[str]:
+    """The problems of a body, without those of its prompt and of the values of its settings."""
+    # A chat's template writes the beginning of a text itself.
+    known, neutral = {*_SETTINGS, *_OTHERS, *_IGNORED}, {**_NEUTRAL, "add_special_tokens": (not is_chat,)}
+    for key, value in body.items():
+        # In Python, false is 0.
+        same = (one == value and isinstance(one, bool) == isinstance(value, bool) for one in neutral.get(key, ()))
+        if not (key in known or value is None or any(same)):
+            yield f"{shown(key, quotes=False)}: {shown(value)} is not supported. Leave it out"
+    if not isinstance(body.get("stream"), bool | None):
+        yield f"stream: must be true or false, not {shown(body['stream'])}"
+    if not isinstance(body.get("seed"), int | None) or isinstance(body.get("seed"), bool):
+        yield f"seed: must be a whole number, not {shown(body['seed'])}"
+
+
+def _changes(body: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
     """The keys of the section `generate:`. Raises InputError with all keys that are not supported."""
-    known = {*_SETTINGS, *_OTHERS, *_IGNORED}
-    problems = [
-        f"{shown(key, quotes=False)}: is not supported. Leave it out"
-        for key, value in body.items()
-        if key not in known and value and _NEUTRAL.get(key) != value
-    ]
-    stop, seed = body.get("stop"), body.get("seed")
+    problems = [*_problems(body, is_chat)]
+    stop = body.get("stop")
     stops = [stop] if isinstance(stop, str) else stop or []
     is_list = isinstance(stops, list) and len(stops) <= _MOST_STOPS
     if not (is_list and all(isinstance(text, str) and len(text) <= _MOST_STOP_CHARACTERS for text in stops)):
         problems.append(f"stop: must be at most {_MOST_STOPS} texts of at most {_MOST_STOP_CHARACTERS} characters")
-    if seed is not None and type(seed) is not int:
-        problems.append(f"seed: must be a whole number, not {shown(seed)}")
     if problems:
         raise InputError(problems)
     given = {ours: body[key] for key, ours in _SETTINGS.items() if body.get(key) is not None}
+    # As other servers have it: all tokens, and the likeliest alone.
+    given |= ({"top_k": 0} if given.get("top_k") == -1 else {}) | ({"top_p": _LEAST} if given.get("top_p") == 0 else {})
     return given | ({"stop": stops} if stop is not None else {})
 
 

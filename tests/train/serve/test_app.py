@@ -176,9 +176,59 @@ def test_the_settings_of_a_request_and_its_seed():
     assert len(seeds) == 3
 
 
+NOTHING = {
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "top_logprobs", "min_tokens"), 0),
+    **dict.fromkeys(("echo", "logprobs", "ignore_eos", "use_beam_search", "continue_final_message"), False),
+    **dict.fromkeys(("skip_special_tokens", "add_generation_prompt", "detokenize"), True),
+    "tools": [],
+    "functions": [],
+    "stop_token_ids": [],
+    "logit_bias": {},
+    "tool_choice": "auto",
+    "function_call": "none",
+    "parallel_tool_calls": False,
+    "modalities": ["text"],
+    "response_format": {"type": "text"},
+    "best_of": 1,
+    "suffix": "",
+    "stream": False,
+    "top_k": -1,
+    "unknown": None,
+}
+ASKS = [
+    *({key: False} for key in ("add_generation_prompt", "skip_special_tokens", "detokenize", "include_reasoning", "enable_thinking")),
+    {"logprobs": 0},
+    {"echo": True},
+    {"think": True},
+    {"modalities": ["text", "audio"]},
+    {"tool_choice": "required"},
+    {"presence_penalty": 0.5},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+    {"unknown": []},
+]
+
+
+def test_what_asks_for_nothing_is_taken_and_what_is_not_followed_is_refused(served):
+    user = {"messages": [{"role": "user", "content": "ab"}]}
+    for path, body, special in ((COMPLETIONS, {"prompt": "ab"}, True), (CHATS, user, False)):
+        wanted = [(one["message"]["content"] if path == CHATS else one["text"]) for one in served.ask(path, body).json["choices"]]
+        answered = served.ask(path, {**body, **NOTHING, "add_special_tokens": special}).json["choices"]
+        assert [(one["message"]["content"] if path == CHATS else one["text"]) for one in answered] == wanted
+        for asked in (*ASKS, {"add_special_tokens": not special}):
+            answered, (key, value) = served.ask(path, {**body, **asked}), next(iter(asked.items()))
+            assert answered.status == 400 and f"{key}: {json.dumps(value)[:3]}" in answered.json["error"]["message"].replace("'", '"')
+
+
+def test_the_least_top_p_is_the_likeliest_token_alone():
+    reader = OrderReader(generator=Repeating(GenerateConfig()), chat=None, name="parrot", most=9)
+    drawing = reader.read(b'{"prompt": "a", "top_p": 0, "top_k": -1}', is_chat=False).requests[0].drawing
+    assert 0 < drawing.top_p < 1e-6 and drawing.top_k == 0
+
+
 def test_models_and_health(served):
     (model,) = served.ask("/v1/models").json["data"]
     assert (model["id"], model["object"]) == ("parrot", "model")
+    assert served.ask("/v1/models/parrot").json == model
     assert served.ask("/health").json == {"status": "ok", "open": 0}
 
 
@@ -205,8 +255,11 @@ USER = {"role": "user", "content": "a"}
         ({"prompt": "a", "temperature": "hot"}, "temperature: "),
         (b'{"prompt": "a", "temperature": NaN}', "temperature: "),
         ({"prompt": "a", "top_p": 1.5}, "top_p: 1.5 is too large"),
-        ({"prompt": "a", "max_tokens": 0}, "tokens: 0 is too small"),
-        ({"prompt": "a", "n": 0}, "samples: 0 is too small"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens: 0 is too small"),
+        ({"prompt": "a", "max_completion_tokens": -5}, "max_completion_tokens: -5 is too small"),
+        ({"prompt": "a", "stream": "yes"}, "stream: must be true or false, not 'yes'"),
+        ({"prompt": "a", "seed": True}, "seed: must be a whole number, not true"),
+        ({"prompt": "a", "n": 0}, "n: 0 is too small"),
         ({"prompt": "a", "n": 7}, "n: 1 prompts with 7 answers to each are more than 6 answers"),
         ({"prompt": ["a"] * 7}, "are more than 6 answers"),
         ({"prompt": "a", "n": 10**30}, "are more than 6 answers"),
@@ -214,7 +267,7 @@ USER = {"role": "user", "content": "a"}
         ({"prompt": "a", "stop": ["x"] * 17}, "stop: must be at most 16 texts"),
         ({"prompt": "a", "stop": 3}, "stop: must be at most 16 texts"),
         ({"prompt": "a", "seed": "x"}, "seed: must be a whole number, not 'x'"),
-        ({"prompt": "a", "logprobs": 2, "echo": True}, "logprobs: is not supported. Leave it out\necho: is not supported"),
+        ({"prompt": "a", "logprobs": 2, "echo": True}, "logprobs: 2 is not supported. Leave it out\necho: true is not supported"),
         ({"messages": [USER]}, "prompt: must be a text"),
     ],
     ids=lambda value: str(value)[:40],
@@ -233,6 +286,8 @@ def test_a_wrong_completion_says_why(served, body, message):
         (None, "messages: must be a list of messages"),
         ([], "messages: must be a list of messages"),
         (["a", {"content": "a"}], "messages[0]: must be a message with a role"),
+        ([{"role": "bot", "content": "a"}], "messages[0].role: 'bot' is not known"),
+        ([USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": "x"}}]}], "messages[1].tool_calls[0].function.arguments: "),
         ([USER, {"role": "user", "content": 3}], "messages[1].content: must be a text or a list of parts with texts, not 3"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content: must be a text or"),
     ],
@@ -248,6 +303,7 @@ def test_other_errors_have_the_same_form(served):
         return answered.status, answered.json["error"]["message"]
 
     assert status("/v1/nothing") == (404, "Not Found")
+    assert status("/v1/models/org/gpt-4") == (404, "the model 'org/gpt-4' is not served here. There is: 'parrot'")
     assert status(COMPLETIONS) == (405, "Method Not Allowed")
     assert status(COMPLETIONS, {"prompt": "a", "model": "gpt-4"}) == (404, "the model 'gpt-4' is not served here. There is: 'parrot'")
     assert status(COMPLETIONS, {"prompt": "a"}, headers={"content-type": "text/plain"})[0] == 415
@@ -272,6 +328,7 @@ def test_with_a_token_only_who_has_it_is_answered():
             assert answered.status == 401 and "the API key is wrong or missing" in answered.json["error"]["message"]
         right = {"authorization": "Bearer s\xc3\xa9cret", "host": "example.com"}
         assert served.ask("/v1/models", headers=right).status == 200
+        assert served.ask("/v1/models", headers={**right, "authorization": "bearer s\xc3\xa9cret"}).status == 200
         assert served.ask(COMPLETIONS, {"prompt": "a"}, headers=right).status == 200
         assert served.ask("/health", headers={"host": "example.com"}).status == 200
     finally:
