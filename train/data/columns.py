@@ -38,7 +38,7 @@ def read_rows(path: Path, columns: Collection[str]) -> Iterator[Record | TextErr
     """
     texts = _texts(path, "Parquet", _parquet_tables(path, columns), lambda _, row: json.dumps(row, default=str))
     for number, text in enumerate(texts, 1):
-        yield text if isinstance(text, TextError) else (f"{path}: row {number}", json.loads(text, object_pairs_hook=_without_nulls))
+        yield text if isinstance(text, TextError) else (f"{path}: row {number}", json.loads(text, object_pairs_hook=without_nulls))
 
 
 def _texts(path: Path, kind: str, arrays: Iterator[Any], text_of: Callable[[str, Any], str | TextError]) -> Iterator[str | TextError]:
@@ -65,7 +65,8 @@ def _texts(path: Path, kind: str, arrays: Iterator[Any], text_of: Callable[[str,
         yield TextError(f"{path}: the {kind} data is damaged or cut short, after row {row}: {error}. Create or download the file again")
 
 
-def _without_nulls(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_nulls(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A mapping in JSON as a row of a table has it."""
     return {key: value for key, value in pairs if value is not None}
 
 

@@ -191,7 +191,7 @@ def local_folder(place: str, needed: str = "config.json", *, weights: bool = Tru
     bucket = Bucket(place)
     try:
         # Without folders, in which other forms of the same weights may be.
-        found = [name for name in bucket.names() if "/" not in name]
+        found = [name for name in bucket.names() if "/" not in name or name.startswith("additional_chat_templates/")]
         if needed not in found:
             raise InputError([f"{place}: is not a folder of Hugging Face: {needed} is missing"])
         return ObjectCache().fetch(bucket, [name for name in found if weights or name.endswith(_TEXTS)])

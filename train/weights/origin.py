@@ -25,6 +25,7 @@ _OTHERS = words(
     f"generation_config.json {_TOKENIZER} tokenizer_config.json special_tokens_map.json tokenizer.model vocab.json merges.txt "
     "added_tokens.json chat_template.jinja chat_template.json"
 )
+_TEMPLATES = "additional_chat_templates"
 _MOST_BYTES = 1 << 28
 
 
@@ -38,7 +39,7 @@ def keep_origin(run_folder: Path, hf: str | None, tokenizer: str | None, templat
         return
     files = {**origin_files(None if hf is None else local_folder(hf, weights=False), tokenizer)}
     if template is not None:
-        files = {name: file for name, file in files.items() if not name.startswith("chat_template.")}
+        files = {name: file for name, file in files.items() if not name.startswith(("chat_template.", _TEMPLATES))}
         files[f"chat_template{'.json' if template.endswith('.json') else '.jinja'}"] = Path(template)
     if not files:
         return
@@ -46,6 +47,7 @@ def keep_origin(run_folder: Path, hf: str | None, tokenizer: str | None, templat
     remove(new)
     new.mkdir()
     for name, file in files.items():
+        (new / name).parent.mkdir(exist_ok=True)
         (new / name).write_bytes(file.read_bytes())
     sync_tree(new)
     new.rename(target)
@@ -62,7 +64,8 @@ def origin_files(path: Path | None, tokenizer: str | None = None) -> Mapping[str
     beside = None if tokenizer is None or not tokenizer.endswith(".json") else local_file(tokenizer)
     for folder, names in ((path, {DESCRIPTION, *_OTHERS}), (beside and beside.parent, _OTHERS)):
         if folder is not None:
-            files |= {name: inside(folder, name) for name in sorted(names) if os.path.lexists(folder / name)}
+            named = {str(file.relative_to(folder)) for file in folder.glob(f"{_TEMPLATES}/*.jinja")}
+            files |= {name: inside(folder, name) for name in sorted(names | named) if os.path.lexists(folder / name)}
     if beside is not None:
         files[_TOKENIZER] = beside
     if large := [file for file in files.values() if file.stat().st_size > _MOST_BYTES]:

@@ -49,6 +49,7 @@ def write_folder(
     """
     with _whole_folder(path) as folder:
         for name, content in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content) if isinstance(content, bytes) else shutil.copyfile(content, folder / name)
         _write_headers(folder, tensors, max_file_bytes, single)
         places = open_folder(folder, single=single).tensors

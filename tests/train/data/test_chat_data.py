@@ -22,6 +22,8 @@ from train.models.decoder import build
 from train.run.history import begin_folder
 from train.run.train import train
 from train.step.loss import make_loss
+from train.weights.origin import keep_origin, origin_files
+from train.weights.writing import write_folder
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "tokenizers"
 SEQ = 40
@@ -83,6 +85,13 @@ def test_the_keys_of_each_line_say_its_shape(whole, tmp_path):
         {"conversations": MESSAGES},
         {"instruction": "Hello", "input": "", "output": "Hi"},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}, MESSAGES[1]]},
+        # Marks that say what is done anyway.
+        {"conversations": [{"from": "human", "value": "Hello", "weight": 0.0}, {"from": "gpt", "value": "Hi", "weight": 1.0}]},
+        {"messages": [{**MESSAGES[0], "train": False, "weight": 1}, {**MESSAGES[1], "train": True}], "loss_mask": None},
+        # As tables have them: the keys of all shapes, with nothing in those of the others.
+        {"messages": None, "conversations": MESSAGES, "instruction": None, "output": None, "tools": "", "system": " ", "images": []},
+        {"messages": [], "conversations": None, "instruction": "Hello", "input": None, "output": "Hi", "history": []},
+        {"messages": MESSAGES, "conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hi"}]},
     ]
     for text, trained in whole(write(tmp_path / "a.jsonl", *rows)):
         assert text.rstrip(b"\0") == TEXT and trained == b"Hi\0"
@@ -90,32 +99,84 @@ def test_the_keys_of_each_line_say_its_shape(whole, tmp_path):
 
 def test_system_turns_tools_and_calls_reach_the_template(whole, tmp_path):
     (tmp_path / "t.jinja").write_text(TEMPLATE)
-    call = [{"function": {"name": "f", "arguments": {"x": None}}}]
+    call = [{"function": {"name": "f", "arguments": {"x": 0}}}]
     rows = [
-        {"messages": [MESSAGES[0], {"role": "assistant", "tool_calls": call}], "tools": [1]},
-        {"messages": [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": call}], "tools": "[1]"},
+        {"messages": [MESSAGES[0], {"role": "assistant", "tool_calls": call}], "tools": [{"n": 1}]},
+        {"messages": [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": call}], "tools": '[{"n": 1}]'},
         {"system": "S", "conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
         {"system": "S", "instruction": "Q", "input": "more", "output": "A"},
+        {"system": "S", "messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]},
+        {"system": "S", "messages": [{"role": r, "content": c} for r, c in [("system", "S"), ("user", "Q"), ("assistant", "A")]]},
     ]
     path = write(tmp_path / "a.jsonl", *rows)
     found = [text.rstrip(b"\0").decode() for text, _ in whole(path, template=str(tmp_path / "t.jinja"), seq=120, train_on="all")]
-    calls = "[{'function': {'name': 'f', 'arguments': {'x': None}}}]"
+    calls = "[{'function': {'name': 'f', 'arguments': {'x': 0}}}]"
     assert found == [
-        f"<user>Hello\0<assistant>{calls}\0[1]",
-        f"<user>Hello\0<assistant>{calls}\0[1]",
+        f"<user>Hello\0<assistant>{calls}\0[{{'n': 1}}]",
+        f"<user>Hello\0<assistant>{calls}\0[{{'n': 1}}]",
         "<system>S\0<user>Q\0<assistant>A",
         "<system>S\0<user>Q\n\nmore\0<assistant>A",
+        "<system>S\0<user>Q\0<assistant>A",
+        "<system>S\0<user>Q\0<assistant>A",
     ]
+
+
+def test_whatever_a_message_says_reaches_the_template(whole, tmp_path):
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m | tojson(sort_keys=true) }}\0{% endfor %}{{ tools | tojson }}")
+    call, told = {"name": "f", "arguments": {"x": [1], "y": None}}, {"name": "f", "parameters": {"type": "object"}}
+    rows = [
+        [
+            {"from": "human", "value": "Q", "name": "n"},
+            {"from": "gpt", "value": None, "tool_calls": [{"id": "1", "function": {**call, "arguments": json.dumps(call["arguments"])}}]},
+            {"from": "observation", "value": "R", "tool_call_id": "1"},
+            {"from": "gpt", "value": "A", "reasoning_content": "T", "name": None},
+        ],
+        [
+            {"role": "user", "content": "Q", "name": "n"},
+            {"role": "assistant", "tool_calls": [json.dumps({"id": "1", "function": call})]},
+            {"role": "tool", "content": "R", "tool_call_id": "1"},
+            {"role": "assistant", "content": "A", "reasoning_content": "T", "thinking": None},
+        ],
+    ]
+    tools = [json.dumps([{"type": "function", "function": told}]), [{"type": "function", "function": json.dumps(told)}]]
+    tools += [[json.dumps({"type": "function", "function": {**told, "parameters": '{"type": "object"}'}})]]
+    written = (
+        '{"content": "Q", "name": "n", "role": "user"}\0'
+        '{"role": "assistant", "tool_calls": [{"function": {"arguments": {"x": [1], "y": null}, "name": "f"}, "id": "1"}]}\0'
+        '{"content": "R", "role": "tool", "tool_call_id": "1"}\0'
+        '{"content": "A", "reasoning_content": "T", "role": "assistant", "thinking": "T"}\0'
+        '[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]'
+    )
+    lines = [{"conversations": turns, "tools": tool} for turns in rows for tool in tools]
+    found = whole(write(tmp_path / "a.jsonl", *lines), template=str(tmp_path / "t.jinja"), seq=600, train_on="all")
+    assert [text.rstrip(b"\0").decode() for text, _ in found] == [written] * 6
+
+
+def test_a_file_may_be_one_array_and_have_a_mark_of_its_encoding(whole, tmp_path):
+    rows = [{"messages": MESSAGES}, {"instruction": "Hello", "output": "Hi"}]
+    wanted = whole(write(tmp_path / "a.jsonl", *rows))
+    for name, text in {"b.json": json.dumps(rows, indent=1), "c.json": "\ufeff" + json.dumps(rows)}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        assert whole(str(tmp_path / name)) == wanted
+    (tmp_path / "d.jsonl").write_text("\ufeff" + "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    assert whole(str(tmp_path / "d.jsonl")) == wanted
+    (tmp_path / "e.json").write_text(json.dumps([*rows, 3, {"messages": [Q]}]))
+    with pytest.raises(InputError, match=r"(?s)e.json: item 2: must be a JSON object, not .*e.json: item 3: has no answer"):
+        whole(str(tmp_path / "e.json"))
+    (tmp_path / "f.json").write_text(json.dumps(rows)[:-1])
+    with pytest.raises(InputError, match=r"f.json: not valid JSON: .* or one array of them"):
+        whole(str(tmp_path / "f.json"))
 
 
 def test_parquet_has_the_conversations_of_json_lines(whole, tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     # In a column, the message without calls has a null.
-    called = {"role": "assistant", "content": "Hm", "tool_calls": [{"function": {"name": "f"}}]}
+    arguments = [{"x": 1, "y": None}, {"x": None, "y": 2}]
+    called = {"role": "assistant", "content": "Hm", "tool_calls": [{"function": {"name": "f", "arguments": one}} for one in arguments]}
     rows = [{"messages": [*MESSAGES, MESSAGES[0], called]}, {"messages": [{**MESSAGES[0], "tool_calls": None}, MESSAGES[1]]}]
     parquet.write_table(pyarrow.Table.from_pylist([{**row, "n": 1} for row in rows]), tmp_path / "a.parquet")
     (tmp_path / "t.jinja").write_text(TEMPLATE)
-    keys = {"template": str(tmp_path / "t.jinja"), "seq": 120}
+    keys = {"template": str(tmp_path / "t.jinja"), "seq": 300}
     assert whole(str(tmp_path / "a.parquet"), **keys) == whole(write(tmp_path / "a.jsonl", *rows), **keys)
     parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "b.parquet")
     with pytest.raises(InputError, match=r"b.parquet: has the columns 'text', and none of messages, conversations"):
@@ -263,11 +324,11 @@ LINES = {
     "a_list": ([Q, A], "must be a JSON object, not a list"),
     "preferences": (
         {"chosen": "b", "rejected": "c"},
-        f"has the keys 'chosen', 'rejected'. {SHAPES}. Pairs of answers have the source preferences",
+        f"has values in 'chosen', 'rejected'. {SHAPES}. Pairs of answers have the source preferences",
     ),
-    "other_keys": ({"prompt": "a", "answer": "b"}, "has the keys 'prompt', 'answer'. A conversation is one of {messages: "),
+    "other_keys": ({"prompt": "a", "answer": "b"}, "has values in 'prompt', 'answer'. A conversation is one of {messages: "),
     "no_list": ({"messages": "Hello"}, "messages: must be a list of messages"),
-    "no_messages": ({"messages": []}, "messages: must be a list of messages"),
+    "no_messages": ({"messages": [], "tools": "", "id": 3}, "has values in 'id'. A conversation is one of"),
     "a_text_as_message": (one("Hello"), "messages[0]: must be a message with a role"),
     "no_role": (one(Q, {"content": "Hi"}), "messages[1]: must be a message with a role"),
     "unknown_role": (one(Q, {"role": "asistant", "content": "Hi"}), "messages[1].role: 'asistant' is not known. Did you mean 'assistant'?"),
@@ -278,11 +339,26 @@ LINES = {
     "an_empty_question": (one({"role": "user", "content": ""}, A), "messages[0].content: is empty"),
     "a_number_as_content": (one(Q, {"role": "assistant", "content": 3}), "messages[1].content: must be a text"),
     "an_image": (one({"role": "user", "content": [{"type": "image"}]}, A), "messages[0].content: must be a text or a list"),
-    "tools_that_are_none": (one(Q, A, tools="{"), "tools: must be a list of functions, or its JSON"),
+    "tools_that_are_none": (one(Q, A, tools="{"), "tools: must be a list, or its JSON, not '{'"),
     "a_weight": (one(Q, {**A, "weight": 0}), "messages[1].weight: 0 is not supported"),
+    "a_sender_with_a_weight": ({"conversations": [{"from": "gpt", "value": "a", "weight": 0}]}, "conversations[0].weight: 0 is not"),
+    "a_mark": (one(Q, {**A, "training": False, "loss": False}), "messages[1].training: false is not supported"),
+    "a_mark_of_a_question": (one({**Q, "train": True}, A), "messages[0].train: true is not supported"),
+    "a_mask": (one(Q, A, loss_mask=[0, 0]), "loss_mask: is not supported"),
+    "earlier_turns": ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history: is not supported. Write it as messages"),
+    "images": (one(Q, A, images=["a.png"]), "images: is not supported"),
+    "settings_of_the_template": (one(Q, A, chat_template_kwargs={"enable_thinking": False}), "chat_template_kwargs: is not supported"),
+    "two_conversations": ({"messages": [Q, A], "conversations": [Q, {**A, "content": "b"}]}, "messages and conversations: are different"),
+    "two_systems": (one({"role": "system", "content": "a"}, Q, A, system="b"), "system: is another text than that of the first message"),
+    "two_names_of_a_role": ({"conversations": [{"from": "gpt", "role": "user", "value": "a"}]}, "conversations[0]: must be a message with"),
+    "arguments_cut_short": (
+        one(Q, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}),
+        "messages[1].tool_calls[0].function.arguments: must be a mapping, or its JSON, not '{'",
+    ),
+    "a_tool_that_is_a_name": (one(Q, A, tools=["f"]), "tools[0]: must be a mapping, or its JSON, not 'f'"),
     "half_a_character": (one(Q, {"role": "assistant", "content": "\ud800"}), "contains half of a surrogate pair"),
     "a_long_question": (one({"role": "user", "content": "a" * 99}, A), "its first answer begins with token"),
-    "no_alpaca": ({"instruction": 3, "output": "a"}, "instruction and input: must be texts"),
+    "no_alpaca": ({"instruction": 3, "output": "a"}, "instruction: must be a list of messages"),
 }
 
 
@@ -370,6 +446,31 @@ def test_chats_and_exports_of_a_run_have_the_template_of_its_data(tiny, tmp_path
     assert Chat.of(ByteTokenizer(), tiny().config.data).template is None
     begin_folder(run, {})
     assert (tmp_path / "run" / "origin" / "chat_template.jinja").read_text() == (tmp_path / "t.jinja").read_text()
+
+
+def test_templates_with_names_are_kept_and_exported(tmp_path):
+    folder = tmp_path / "model"
+    for made in (folder / "additional_chat_templates", tmp_path / "run", tmp_path / "other"):
+        made.mkdir(parents=True)
+    for name in (
+        "tokenizer.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
+        "additional_chat_templates/rag.jinja",
+    ):
+        (folder / name).write_text(name)
+    templates = {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*.jinja")}
+    keep_origin(tmp_path / "run", None, str(folder / "tokenizer.json"))
+    kept = tmp_path / "run" / "origin"
+    assert {str(file.relative_to(kept)): file.read_text() for file in kept.rglob("*.jinja")} == templates and len(templates) == 3
+    write_folder(tmp_path / "exported", {}, iter(()), files=origin_files(kept), max_file_bytes=1)
+    assert {str(file.relative_to(tmp_path / "exported")) for file in (tmp_path / "exported").rglob("*.jinja")} == {*templates}
+    # A template of the data's own goes before all of them.
+    keep_origin(tmp_path / "other", None, str(folder / "tokenizer.json"), str(folder / "additional_chat_templates" / "rag.jinja"))
+    kept = tmp_path / "other" / "origin"
+    assert {str(file.relative_to(kept)): file.read_text() for file in kept.rglob("*.jinja")} == {
+        "chat_template.jinja": "additional_chat_templates/rag.jinja"
+    }
 
 
 @pytest.mark.slow

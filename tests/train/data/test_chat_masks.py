@@ -121,6 +121,65 @@ def test_without_a_sound_mask_there_is_none(name, encoder):
         assert "Mark the answers in the template" in str(raised.value) and "chat_template.jinja" in str(raised.value)
 
 
+PARTS = """{% for m in messages %}{{ m.role | capitalize }}{{ ':' if m.content[0].type == 'image' else ': ' }}{% for line in m.content %}
+{%- if line.type == 'text' %}{{ line.text }}{% endif %}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"""
+
+
+def test_a_template_that_reads_lists_of_parts_alone_gets_them(encoder):
+    made = encoder(PARTS)
+    # What transformers writes of such lists. Of texts, it leaves everything out but the roles.
+    assert made.template.render(MESSAGES[:2], add_generation_prompt=False) == "User: a?<|im_end|>\nAssistant: b<|im_end|>\n"
+    ids, mask = encoded(made, {"messages": MESSAGES})
+    assert made.tokenizer.decode([token for token, trained in zip(ids, mask, strict=True) if trained]) == " b<|im_end|> d<|im_end|>"
+    # One that reads both gets texts.
+    both = PARTS.replace("{% for line", "{% if m.content is string %}T{{ m.content }}{% else %}{% for line").replace(
+        "{% endfor %}<|im_end|>", "{% endfor %}{% endif %}<|im_end|>"
+    )
+    assert encoder(both).template.render(MESSAGES[:1], add_generation_prompt=False) == "User: Ta?<|im_end|>\n"
+
+
+FIRST = [{"role": "assistant", "content": "Hello"}, *MESSAGES]
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "S"}]], ids=["alone", "behind_a_system_message"])
+@pytest.mark.parametrize(
+    "head",
+    [
+        "",
+        "{% if messages[0].role != 'system' %}{{ 'D<|im_end|>' }}{% endif %}",
+        "{% if loop is not defined and messages | length > 0 %}{{ 'H<|im_end|>' }}{% endif %}",
+        "{% if messages | rejectattr('role', 'equalto', 'system') | list | length == 0 %}{{ raise_exception('No turn') }}{% endif %}",
+    ],
+)
+def test_a_conversation_may_begin_with_an_answer(head, system, encoder):
+    made = encoder(chatml(head=head))
+    ids, mask = encoded(made, {"messages": [*system, *FIRST]})
+    assert made.tokenizer.decode([token for token, trained in zip(ids, mask, strict=True) if trained]) == "".join(
+        f"{text}<|im_end|>" for text in ("Hello", "b", "d")
+    )
+    marked = encoder(chatml(ANSWER, head=head))
+    assert encoded(marked, {"messages": [*system, *FIRST]}) == (ids, mask)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("answer", ["{{ m.text }}<|im_end|>", "{% generation %}{{ m.content[:0] }}<|im_end|>{% endgeneration %}"])
+def test_an_answer_without_its_text_is_refused(answer, is_whole, encoder):
+    with pytest.raises(InputError, match=r"messages\[1\]: the chat template .*chat_template.jinja writes another text than 'b'"):
+        encoded(encoder(chatml(answer), is_whole=is_whole), {"messages": MESSAGES})
+
+
+def test_marks_in_a_comment_are_none(encoder):
+    made = encoder("{# Without {% generation %}\nmarks. #}" + chatml())
+    assert not made.template.has_marks and encoded(made, {"messages": MESSAGES}) == encoded(encoder(chatml()), {"messages": MESSAGES})
+
+
+def test_blanks_behind_the_end_of_an_answer_are_no_text(encoder):
+    template = chatml("{% generation %}{{ m.content }}<|im_end|>{{ '\\n' }}{% endgeneration %}")
+    tokens = encoder(template).encode(Conversation(messages=MESSAGES))
+    assert not tokens[0] & ENDLESS and np.count_nonzero(tokens & TRAINED) == 6
+
+
 def test_what_a_sound_template_may_do(encoder):
     made = encoder(chatml(head="{% set d = strftime_now('%d %b %Y') %}{{ d }}"))
     ids, mask = encoded(made, {"messages": MESSAGES})
@@ -162,6 +221,12 @@ def test_a_conversation_with_tools_has_the_template_for_tools(encoder, tmp_path)
     made = replace(made, template=template_of(made.tokenizer, str(file), DATE))
     plain = encoded(made, {"messages": MESSAGES})
     assert plain == encoded(encoder(chatml()), {"messages": MESSAGES})
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(named["tool_use"])
+    (tmp_path / "chat_template.jinja").write_text(named["default"])
+    beside = replace(made, template=template_of(made.tokenizer, str(tmp_path / "chat_template.jinja"), DATE))
+    assert encoded(beside, {"messages": MESSAGES, "tools": [1]}) == encoded(made, {"messages": MESSAGES, "tools": [1]})
+    assert beside.template.sha256 == made.template.sha256
     ids, mask = encoded(made, {"messages": MESSAGES, "tools": [1]})
     assert made.tokenizer.decode(ids).startswith("[1]<|im_start|>") and ids[-len(plain[0]) :] == plain[0] and sum(mask) == sum(plain[1])
     assert made.template.sha256 != replace(made.template, for_tools=None).sha256

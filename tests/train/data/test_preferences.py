@@ -20,6 +20,7 @@ from train.setup.program import element_of
 
 SEQ = 48
 USER, GOOD, BAD = ({"role": role, "content": content} for role, content in (("user", "Hello"), ("assistant", "Hi"), ("assistant", "What?")))
+SYSTEM = {"role": "system", "content": "Be brief."}
 SHAPES = {
     "texts": {"prompt": "Hello", "chosen": "Hi", "rejected": "What?"},
     "messages": {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
@@ -44,9 +45,9 @@ def pairs(count):
 
 @pytest.fixture
 def opened(tmp_path):
-    def _opened(path, **keys):
+    def _opened(path, seq=SEQ, **keys):
         config = DataConfig(source="preferences", path=path, **{"eval_tokens": 0, "shuffle": False, **keys})
-        return open_data(config, seq=SEQ, vocab=256, seed=0, cache_dir=tmp_path / "cache")
+        return open_data(config, seq=seq, vocab=256, seed=0, cache_dir=tmp_path / "cache")
 
     return _opened
 
@@ -103,6 +104,37 @@ def read_preferences_of(folder, *rows):
     return read_preferences(folder / "a.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("row", "before"),
+    [
+        ({"prompt": [SYSTEM], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, [SYSTEM, USER]),
+        ({"prompt": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, [USER, GOOD, USER]),
+        ({"prompt": "Hello", "chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}, [SYSTEM, USER]),
+        ({"prompt": None, "system": "Be brief.", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, [SYSTEM, USER]),
+        ({"prompt": "Hello", "system": "Be brief.", "chosen": "Hi", "rejected": "What?"}, [SYSTEM, USER]),
+        ({"prompt": [SYSTEM, USER], "system": "Be brief.", "chosen": "Hi", "rejected": "What?"}, [SYSTEM, USER]),
+        (
+            {
+                "conversations": [{"from": "human", "value": "Hello"}],
+                "chosen": {"from": "gpt", "value": "Hi"},
+                "rejected": {"from": "gpt", "value": "What?"},
+            },
+            [USER],
+        ),
+    ],
+)
+def test_what_is_before_the_answers(row, before, tmp_path):
+    ((_, read),) = read_preferences_of(tmp_path, row)
+    assert [one.messages for one in read] == [[*before, GOOD], [*before, BAD]] and {one.first for one in read} == {len(before)}
+
+
+def test_a_pair_that_is_equal_in_a_row_is_refused(opened, tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": "a", "chosen": "same words, and one", "rejected": "same words, and two"})
+    with pytest.raises(InputError, match=r"a.jsonl:1: chosen and rejected: are the same in model.seq 24. Remove the row, or raise"):
+        opened(path, seq=24)
+    assert opened(path, seq=60).train_sequences == 1
+
+
 def test_the_last_pairs_are_held_out_and_samples_have_their_place(opened, tmp_path):
     path = write(tmp_path / "a.jsonl", *pairs(60))
     data = opened(path, eval_tokens=150, shuffle=True)
@@ -129,14 +161,17 @@ def test_a_column_by_the_number_of_a_pair_is_in_each_batch(opened, tmp_path):
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"prompt": "a", "chosen": "b"}, "has the keys 'prompt', 'chosen'. A preference has a prompt, and two answers"),
+        ({"prompt": "a", "chosen": "b"}, "has values in 'prompt', 'chosen'. A preference has a prompt, and two answers"),
         ({"chosen": "b", "rejected": "c"}, "chosen and rejected: have no prompt in common"),
         ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "x"}, BAD]}, "chosen and rejected: have no prompt in common"),
         ({"prompt": "a", "chosen": [GOOD], "rejected": [USER, BAD]}, "chosen and rejected: have no prompt in common"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected: are the same"),
         ({"chosen": [USER, GOOD], "rejected": [USER]}, "chosen and rejected: are the same, or one is the beginning of the other"),
-        ({"prompt": "a", "chosen": 3, "rejected": "b"}, "prompt, chosen and rejected: must be texts or lists of messages"),
-        ({"prompt": "a", "chosen": " ", "rejected": "b"}, "messages[1].content: is empty"),
+        ({"prompt": "a", "chosen": 3, "rejected": "b"}, "chosen: must be a list of messages"),
+        ({"prompt": "a", "chosen": " ", "rejected": "b"}, "has values in 'prompt', 'rejected'. A preference has a prompt"),
+        ({"prompt": "a", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, "prompt: ends with another question than the messages that"),
+        ({"prompt": [SYSTEM, USER], "system": "a", "chosen": "b", "rejected": "c"}, "system: is another text than that of the first"),
+        ({"prompt": "a", "chosen": [{**GOOD, "weight": 0}], "rejected": "c"}, "chosen[0].weight: 0 is not supported"),
         ({"prompt": "a" * 99, "chosen": "b", "rejected": "c"}, "its first answer begins with token"),
     ],
 )

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jgt.document import InputError
+from jgt.document import InputError, shown
 
 from ..tokenizer import Tokenizer
 from .messages import Conversation
@@ -55,24 +55,32 @@ class Encoder:
             return replace(self, template=self.template.for_tools).encode(conversation)
         if not self.is_whole and all(message["role"] != "assistant" for message in messages[conversation.first :]):
             raise InputError(["has no answer, which is a message of the assistant. Remove the conversation"])
-        if self.is_whole or not self.template.has_marks:
-            text, spans = self.template.render(messages, tools, add_generation_prompt=False), Spans()
-        else:
-            text, spans = self._marked(conversation)
+        text, spans = self._answers(conversation)
+        self._check_written(conversation, "".join(text[begin:end] for begin, end in spans))
         ids, places = self.tokenizer.encode_spans(text)
-        if self.is_whole:
-            ranges = [(0, len(ids))]
-        elif self.template.has_marks:
-            ranges = [_tokens_of(places, span) for span in spans]
-        else:
-            ranges = [self._up_to_the_end(text, ids, places, span) for span in self._by_prefixes(conversation, text)]
-        # The template's own marks are right by definition, but a model that is trained by these does not learn to end.
-        is_endless = not self.is_whole and any(
-            int(ids[last - 1]) not in self.tokenizer.special_ids for first, last in ranges if last > first
-        )
-        for first, last in ranges:
+        found = [] if self.is_whole else [self._found(text, ids, places, span) for span in spans]
+        problems = [why for _, _, why in found if why]
+        if problems and not self.template.has_marks:
+            raise self._unsound(problems[0])
+        for first, last, _ in found or [(0, len(ids), "")]:
             ids[first:last] |= TRAINED
-        return self._cut(ids, ENDLESS if is_endless else 0)
+        # The template's own marks are right by definition, but a model that is trained by these may not learn to end.
+        return self._cut(ids, ENDLESS if problems else 0)
+
+    def _answers(self, conversation: Conversation) -> tuple[str, Spans]:
+        """The text of a conversation, and what is trained of it. Raises InputError."""
+        if self.template.has_marks and not self.is_whole:
+            return self._marked(conversation)
+        text = self.template.render(conversation.messages, conversation.tools, add_generation_prompt=False)
+        return text, [(0, len(text))] if self.is_whole else [*self._by_prefixes(conversation, text)]
+
+    def _check_written(self, conversation: Conversation, written: str) -> None:
+        """Raises InputError for an answer without its text: at least the end, behind thoughts. Beside calls, templates may leave it out."""
+        for number, message in enumerate(conversation.messages[conversation.first :], conversation.first):
+            line = (message.get("content") or "").strip().rpartition("\n")[2].strip()
+            if message["role"] == "assistant" and not message.get("tool_calls") and line not in written:
+                why = f"the chat template {self.template.file} writes another text than {shown(line)}"
+                raise InputError([f"messages[{number}]: {why}. Change the message, or the template"])
 
     def _cut(self, tokens: np.ndarray, bits: int) -> np.ndarray:
         """The tokens that a row has room for, the first one with some bits. Raises InputError if none of them is a target."""
@@ -81,10 +89,9 @@ class Encoder:
         if not len(targets):
             raise InputError(["has no token to train on: its answers are empty"])
         if targets[0] + 1 >= self.most:
-            why = (
-                f"its first answer begins with token {targets[0] + 2:,}, and a row of model.seq {self.most - 1:,} has {self.most:,} tokens"
-            )
-            raise InputError([f"{why}. Shorten the conversation or remove it, or raise model.seq to {targets[0] + 1:,} or more"])
+            where = f"token {targets[0] + 2:,}, and a row of model.seq {self.most - 1:,} has {self.most:,} tokens"
+            remedy = f"Shorten the conversation or remove it, or raise model.seq to {targets[0] + 1:,} or more"
+            raise InputError([f"its first answer begins with {where}. {remedy}"])
         tokens[0] = (tokens[0] & IDS) | BEGIN | bits | (CUT if len(tokens) > self.most else 0)
         return tokens[: self.most]
 
@@ -94,10 +101,14 @@ class Encoder:
         text, spans = self.template.render_marked(messages, tools)
         if conversation.first:
             spans = spans[len(self.template.render_marked(messages[: conversation.first], tools)[1]) :]
-        if not any(first < last for first, last in spans):
+        if not (spans := [span for span in spans if span[0] < span[1]]):
             raise self._unsound("marks no text of it as an answer, although it has marks")
         answer = next(number for number, message in enumerate(messages) if message["role"] == "assistant")
-        if answer and any(first < last for first, last in self.template.render_marked(messages[:answer], tools)[1]):
+        # Some cannot write what comes before the first question.
+        with InputError.collect([]):
+            before = self.template.render_marked(messages[:answer], tools)[1] if answer else []
+            spans = spans if not any(first < last for first, last in before) else []
+        if not spans:
             raise self._unsound("marks more than answers: also what comes before the first one")
         return text, spans
 
@@ -107,10 +118,10 @@ class Encoder:
         for number, message in enumerate(messages):
             if message["role"] != "assistant" or number < conversation.first:
                 continue
-            before = self.template.render(messages[:number], tools)
             until = text
             if number + 1 < len(messages):
                 until = self.template.render(messages[: number + 1], tools, add_generation_prompt=False)
+            before = self._before(conversation, number, until)
             if not text.startswith(before) or not text.startswith(until):
                 what = "the beginning of an answer" if text.startswith(until) else "this answer and what comes before it"
                 raise self._unsound(f"writes {what} in another way in the whole conversation", number)
@@ -118,15 +129,22 @@ class Encoder:
                 raise self._unsound("writes nothing for it", number)
             yield len(before), len(until)
 
-    def _up_to_the_end(self, text: str, ids: np.ndarray, places: np.ndarray, span: tuple[int, int]) -> tuple[int, int]:
-        """The tokens of an answer, up to the one that ends it. Raises InputError if there is none."""
+    def _before(self, conversation: Conversation, number: int, until: str) -> str:
+        """The text in front of an answer. until: that up to its end. Raises InputError."""
+        before = conversation.messages[:number]
+        # Many templates cannot write what comes before the first question. There, an answer that is alone begins behind the prompt.
+        if all(message["role"] != "user" for message in before) and until.count(prompt := self.template.prompt or until) == 1:
+            return until[: until.index(prompt) + len(prompt)]
+        return self.template.render(before, conversation.tools)
+
+    def _found(self, text: str, ids: np.ndarray, places: np.ndarray, span: tuple[int, int]) -> tuple[int, int, str]:
+        """The first token of an answer, the one behind those that are trained, and why there is none that ends it."""
         first, last = _tokens_of(places, span)
-        ends = [n for n in range(first, last) if int(ids[n]) in self.tokenizer.special_ids]
-        if not ends:
-            raise self._unsound("ends an answer without a special token, so that the model would not learn to end it")
-        if text[places[ends[-1], 1] : span[1]].strip():
-            raise self._unsound("writes more text behind the token that ends an answer")
-        return first, ends[-1] + 1
+        end = max((n + 1 for n in range(first, last) if int(ids[n]) in self.tokenizer.special_ids), default=first)
+        if end == first:
+            return first, last, "ends an answer without a special token, so that the model would not learn to end it"
+        is_last = not text[places[end - 1, 1] : span[1]].strip()
+        return first, last if self.template.has_marks else end, "" if is_last else "writes more text behind the token that ends an answer"
 
     def _unsound(self, why: str, number: int | None = None) -> InputError:
         place = "" if number is None else f"messages[{number}]: "

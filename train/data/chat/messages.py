@@ -6,32 +6,44 @@
 
 Preferences have two answers to one prompt, {"prompt": "Hello", "chosen": "Hi", "rejected": "What?"}, each of these a text or messages.
 
-The keys of each row say which shape it has, so files of several shapes may be mixed. What a template would take without a word, and a model
-would learn, is refused: a role with a typo, an answer without text, a message that has no content.
+The keys of each row say which shape it has, so files of several shapes may be mixed. A null is a key that a row does not have, as in a
+table, and so is a key of a row with nothing in it. All other keys of a message go to the template. What a template would take without a
+word, and a model would learn, is refused: a role with a typo, an answer without text, a mark that an answer is not to be trained.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jgt.document import InputError, nearest, shown
 
-from ..columns import read_rows
+from ..columns import read_rows, without_nulls
 from ..config import SUFFIXES
 from ..documents import read_objects
 from ..packed import TextError
 
-COLUMNS = ("messages", "conversations", "instruction", "input", "output", "system", "tools")
 ANSWERS = ("chosen", "rejected")
-ShapesOf = Callable[[Mapping[str, Any]], list[tuple[Any, int]]]
-"""A row's messages, not checked, once or twice, and how many of them come before what is trained."""
+_UNREAD = ("history", "functions", "loss_mask", "images", "videos", "audios", "chat_template_kwargs")
+"""Keys of a row that other trainers read, and that change what is trained."""
+COLUMNS = ("messages", "conversations", "instruction", "input", "output", "system", "tools", "prompt", *ANSWERS, *_UNREAD)
+Turns = list[dict[str, Any]]
+ShapesOf = Callable[[Mapping[str, Any]], list[tuple[Turns, int]]]
+"""The messages of a row, once or twice, and how many of them come before what is trained."""
+_SPEAKERS = (
+    {"system": "system"} | dict.fromkeys(("instruction", "input", "prompt"), "user") | dict.fromkeys(("output", *ANSWERS), "assistant")
+)
+"""Keys of a row that may be a text, and its role."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_SENDERS = {"human": "user", "gpt": "assistant", "observation": "tool", **{role: role for role in ROLES}}
+_SENDERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
+_NAMES = {"from": "role", "value": "content"}
+_MARKS = ("weight", "loss_scale", "train", "training", "trainable", "loss", "loss_mask")
+"""Keys of a message that say whether it is trained, in the files of other trainers."""
 _SHAPES = "A conversation is one of {messages: [{role, content}, ..]}, {conversations: [{from, value}, ..]}, {instruction, input, output}"
 _PREFERENCE = "A preference has a prompt, and two answers, chosen and rejected, each a text or a list of messages"
 _EXAMPLE = '{"role": "user", "content": "Hello"}'
@@ -42,7 +54,7 @@ _DEFINITION = re.compile(r'^def ([a-z]\w+)\([^"]*?\)[^"\n]*:\n +r?"""(.+?)(?:"""
 class Conversation:
     """Messages as a chat template reads them, and the descriptions of functions, or None. first: the first that may be trained."""
 
-    messages: list[dict[str, Any]]
+    messages: Turns
     tools: list[Any] | None = None
     first: int = 0
 
@@ -53,129 +65,159 @@ Read = tuple[str, list[Conversation]]
 
 def read_conversations(path: Path) -> Iterator[Read | TextError]:
     """The conversation of each line of a file of JSON lines, or of each row of a Parquet file."""
-    return _read_all(path, COLUMNS, lambda row: [(_messages_of(row), 0)])
+    return _read_all(path, _chat_of)
 
 
 def read_preferences(path: Path) -> Iterator[Read | TextError]:
     """The conversations with the chosen and with the rejected answer of each line or row."""
-    return _read_all(path, ("prompt", *ANSWERS, "tools"), _pair_of)
+    return _read_all(path, _pair_of)
 
 
-def _read_all(path: Path, columns: Collection[str], shapes_of: ShapesOf) -> Iterator[Read | TextError]:
-    for row in read_rows(path, columns) if path.suffix in SUFFIXES["parquet"] else read_objects(path):
+def _read_all(path: Path, shapes_of: ShapesOf) -> Iterator[Read | TextError]:
+    for row in read_rows(path, COLUMNS) if path.suffix in SUFFIXES["parquet"] else read_objects(path):
         yield row if isinstance(row, TextError) else _read(*row, shapes_of)
 
 
-def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """Messages whose contents are texts. Raises InputError with all problems."""
-    if not isinstance(messages, list) or not messages:
-        raise InputError([f"messages: must be a list of messages, such as {_EXAMPLE}"])
-    problems, read = list[str](), list[dict[str, Any]]()
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            problems.append(f"messages[{number}]: must be a message with a role, such as {_EXAMPLE}, not {shown(message)}")
-            continue
-        content = message.get("content")
-        parts = content if isinstance(content, list) else []
-        texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-        if not isinstance(content, str | list | None) or not all(isinstance(text, str) for text in texts):
-            problems.append(f"messages[{number}].content: must be a text or a list of parts with texts, not {shown(content)}")
-        read.append({**message, "content": "\n".join(map(str, texts)) if parts else content})
+def read_messages(value: Any, key: str = "messages", *, trains: bool = False) -> Turns:
+    """Messages as templates read them. trains: those that would teach nothing, or not what they say, are problems. Raises InputError."""
+    if not isinstance(value, list) or not value:
+        raise InputError([f"{key}: must be a list of messages, such as {_EXAMPLE}"])
+    problems, read = list[str](), Turns()
+    for number, turn in enumerate(value):
+        with InputError.collect(problems):
+            read.append(_message(f"{key}[{number}]", turn, trains))
     if problems:
         raise InputError(problems)
     return read
 
 
+def _message(where: str, turn: Any, trains: bool) -> dict[str, Any]:
+    """A message by OpenAI's names. Raises InputError."""
+    message: dict[str, Any] = {_NAMES.get(str(key), str(key)): value for key, value in turn.items()} if isinstance(turn, dict) else {}
+    if "role" not in message or len(message) < len(turn):
+        raise InputError([f"{where}: must be a message with a role, such as {_EXAMPLE}, not {shown(turn)}"])
+    role = message["role"] = _SENDERS.get(str(message["role"]), message["role"])
+    if role not in ROLES:
+        key = "from" if "from" in turn else "role"
+        raise InputError([f"{where}.{key}: {shown(role)} is not known. {nearest(str(role), [*ROLES, *_SENDERS])}"])
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None for part in parts]
+    if not isinstance(content, str | list | None) or not all(isinstance(text, str) for text in texts):
+        raise InputError([f"{where}.content: must be a text or a list of parts with texts, not {shown(content)}"])
+    text = message["content"] = "\n".join(map(str, texts)) if isinstance(content, list) else content
+    if message.get("tool_calls"):
+        message["tool_calls"] = _functions(f"{where}.tool_calls", message["tool_calls"], "arguments")
+    if trains and role in ("user", "assistant") and not (text or "").strip() and not message.get("tool_calls"):
+        raise InputError([f"{where}.content: is empty. Give the message a text, or remove the conversation"])
+    # Most files with weights have a 1 everywhere.
+    marks = [key for key in _MARKS if (message.get(key, 1) != 1 if role == "assistant" else message.get(key) is True)]
+    if trains and marks:
+        why = "is not supported: all answers of a conversation are trained, and nothing else. Remove the key"
+        raise InputError([f"{where}.{key}: {shown(message[key])} {why}" for key in marks])
+    return message
+
+
+def _functions(where: str, value: Any, key: str) -> list[Any]:
+    """Functions, or calls of them, of which any part may be JSON as a text. key: what describes one. Raises InputError."""
+    made = list[Any]()
+    for number, one in enumerate(_decoded(where, value, list)):
+        place = f"{where}[{number}]"
+        whole = _decoded(place, one, dict)
+        inner = _decoded(f"{place}.function", whole.get("function", whole), dict)
+        if key in inner:
+            inner = {**inner, key: _decoded(f"{place}.function.{key}", inner[key], dict)}
+        made.append({**whole, "function": inner} if "function" in whole else inner)
+    return made
+
+
+def _decoded(where: str, value: Any, kind: type[Any]) -> Any:
+    """A list or a mapping that may be JSON as a text; a blank one has nothing in it. Raises InputError."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(value.strip() or "{}") if isinstance(value, str) else value
+    if not isinstance(value, kind):
+        raise InputError([f"{where}: must be a {'list' if kind is list else 'mapping'}, or its JSON, not {shown(value)}"])
+    return value
+
+
 def _read(where: str, row: Mapping[str, Any], shapes_of: ShapesOf) -> Read | TextError:
     try:
+        text = json.dumps(row, ensure_ascii=False)
         # JSON can spell half of a surrogate pair, "\ud800", which no tokenizer takes.
-        json.dumps(row, ensure_ascii=False, default=str).encode("utf-8")
-        tools, read = _tools(row.get("tools")), [(read_messages(messages), first) for messages, first in shapes_of(row)]
-        problems = (
-            problem for messages, _ in read for n, message in enumerate(messages) for problem in _problems(f"messages[{n}]", message)
-        )
-        # Two answers share the messages before them, and their problems.
-        if found := list(dict.fromkeys(problems)):
-            raise InputError(found)
-        return where, [Conversation(messages=messages, tools=tools, first=first) for messages, first in read]
+        text.encode("utf-8")
+        stated = json.loads(text, object_pairs_hook=without_nulls).items()
+        said = {key: value for key, value in stated if (value.strip() if isinstance(value, str) else value) not in ("", [], {})}
+        if unread := [f"{key}: is not supported. Write it as messages or tools, or remove the row" for key in _UNREAD if key in said]:
+            raise InputError(unread)
+        tools = _functions("tools", said.get("tools", []), "parameters") or None
+        return where, [Conversation(messages=turns, tools=tools, first=first) for turns, first in shapes_of(said)]
     except UnicodeEncodeError:
         return TextError(f"{where}: contains half of a surrogate pair, which is not a character")
     except InputError as error:
         return TextError("\n".join(f"{where}: {problem}" for problem in error.problems))
 
 
-def _messages_of(row: Mapping[str, Any]) -> Any:
-    """The messages of a row of any shape, not checked. Raises InputError."""
-    if "messages" in row:
-        return row["messages"]
-    before = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    if "conversations" in row:
-        turns = row["conversations"]
-        if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-            raise InputError([f"conversations: must be a list of {{from, value}}, not {shown(turns)}"])
-        # Some files have the keys of OpenAI under this name.
-        senders = [turn.get("from", turn.get("role")) for turn in turns]
-        if unknown := [(n, sender) for n, sender in enumerate(senders) if not isinstance(sender, str) or sender not in _SENDERS]:
-            raise InputError([f"conversations[{n}].from: {shown(one)} is not known. {nearest(str(one), _SENDERS)}" for n, one in unknown])
-        return [
-            *before,
-            *(
-                {"role": _SENDERS[sender], "content": turn.get("value", turn.get("content"))}
-                for sender, turn in zip(senders, turns, strict=True)
-            ),
-        ]
-    if {"instruction", "output"} <= row.keys():
-        parts = [row["instruction"], *([row["input"]] if row.get("input") else [])]
-        if not all(isinstance(part, str) for part in parts):
-            raise InputError(["instruction and input: must be texts"])
-        return [*before, {"role": "user", "content": "\n\n".join(parts)}, {"role": "assistant", "content": row["output"]}]
-    more = ". Pairs of answers have the source preferences" if {*ANSWERS} <= row.keys() else ""
-    raise InputError([f"has the keys {', '.join(map(shown, [*row][:12])) or 'none'}. {_SHAPES}{more}"])
+def _chat_of(said: Mapping[str, Any]) -> list[tuple[Turns, int]]:
+    """The messages of a conversation of any shape. Raises InputError."""
+    found = {key: turns for key in ("messages", "conversations") if (turns := _turns(said, key))}
+    if {"instruction", "output"} <= said.keys():
+        question, *more = (_turns(said, key)[-1] for key in ("instruction", "input") if key in said)
+        text = "\n\n".join(turn["content"] for turn in (question, *more))
+        found["instruction"] = [{**question, "content": text}, *_turns(said, "output")]
+    if not found:
+        more = ". Pairs of answers have the source preferences" if {*ANSWERS} <= said.keys() else ""
+        raise InputError([f"{_keys_of(said)}. {_SHAPES}{more}"])
+    turns, *others = found.values()
+    if any(other != turns for other in others):
+        raise InputError([f"{' and '.join(found)}: are different conversations. Keep one of them"])
+    return [(_with_system(said, turns), 0)]
 
 
-def _pair_of(row: Mapping[str, Any]) -> list[tuple[Any, int]]:
+def _turns(said: Mapping[str, Any], key: str) -> Turns:
+    """The messages of a key, which may be one message or its text; none without the key. Raises InputError."""
+    value = said.get(key)
+    if isinstance(value, str) and key in _SPEAKERS:
+        value = {"role": _SPEAKERS[key], "content": value}
+    return [] if value is None else read_messages([value] if isinstance(value, dict) else value, key, trains=True)
+
+
+def _with_system(said: Mapping[str, Any], turns: Turns) -> Turns:
+    """Messages with the system message of their row in front. Raises InputError."""
+    system = _turns(said, "system")
+    if system and turns[0]["role"] == "system" and turns[:1] != system:
+        raise InputError(["system: is another text than that of the first message. Keep one of them"])
+    return turns if turns[:1] == system else [*system, *turns]
+
+
+def _pair_of(said: Mapping[str, Any]) -> list[tuple[Turns, int]]:
     """The messages with the chosen answer, and with the rejected one, and how many of them are the prompt. Raises InputError."""
-    if not {*ANSWERS} <= row.keys():
-        raise InputError([f"has the keys {', '.join(map(shown, [*row][:12])) or 'none'}. {_PREFERENCE}"])
-    prompt, answers = row.get("prompt"), [_turns(row[key], "assistant") for key in ANSWERS]
-    before = [] if prompt is None else _turns(prompt, "user")
-    if not all(isinstance(turns, list) and turns for turns in (*answers, *([] if prompt is None else [before]))):
-        raise InputError([f"prompt, chosen and rejected: must be texts or lists of messages. {_PREFERENCE}"])
-    is_whole = [isinstance(turns[0], dict) and turns[0].get("role") != "assistant" for turns in answers]
+    if not {*ANSWERS} <= said.keys():
+        raise InputError([f"{_keys_of(said)}. {_PREFERENCE}"])
+    before, answers = _turns(said, "prompt") or _turns(said, "conversations"), [_turns(said, key) for key in ANSWERS]
+    is_whole = [turns[0]["role"] != "assistant" for turns in answers]
     if all(is_whole):
         # Each answer is a conversation with the prompt in front.
         count = next((n for n, (one, other) in enumerate(zip(*answers, strict=False)) if one != other), min(map(len, answers)))
-        before, answers = answers[0][:count], [turns[count:] for turns in answers]
+        before, answers = _joined(before, answers[0][:count]), [turns[count:] for turns in answers]
     if not before or any(is_whole) != all(is_whole):
         raise InputError([f"chosen and rejected: have no prompt in common. {_PREFERENCE}"])
     if not all(answers) or answers[0] == answers[1]:
         raise InputError(["chosen and rejected: are the same, or one is the beginning of the other. Remove the row"])
+    before = _with_system(said, before)
     return [([*before, *turns], len(before)) for turns in answers]
 
 
-def _turns(value: Any, role: str) -> Any:
-    return [{"role": role, "content": value}] if isinstance(value, str) else value
+def _joined(prompt: Turns, shared: Turns) -> Turns:
+    """A prompt and the messages that both answers begin with, which may have it already. Raises InputError."""
+    if not prompt or prompt in (shared[: len(prompt)], shared[-len(prompt) :]):
+        return shared
+    if prompt[-1]["role"] == "user":
+        raise InputError(["prompt: ends with another question than the messages that chosen and rejected begin with. Keep one of them"])
+    return [*prompt, *shared]
 
 
-def _problems(where: str, message: Mapping[str, Any]) -> Iterator[str]:
-    role, content = message["role"], message.get("content")
-    if role not in ROLES:
-        yield f"{where}.role: {shown(role)} is not known. {nearest(role, ROLES)}"
-    elif not (content or "").strip() and role in ("user", "assistant") and not message.get("tool_calls"):
-        yield f"{where}.content: is empty. Give the message a text, or remove the conversation"
-    if message.get("weight", 1) != 1:
-        yield f"{where}.weight: {shown(message['weight'])} is not supported: all answers of a conversation are trained. Remove the key"
-
-
-def _tools(value: Any) -> list[Any] | None:
-    """The descriptions of functions, which columns have as JSON. Raises InputError."""
-    try:
-        tools = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        tools = value
-    if not isinstance(tools, list | None):
-        raise InputError([f"tools: must be a list of functions, or its JSON, not {shown(value)}"])
-    return tools or None
+def _keys_of(said: Mapping[str, Any]) -> str:
+    return f"has values in {', '.join(map(shown, [*said][:12])) or 'no key'}"
 
 
 def read_questions(path: Path) -> Iterator[Read]:

@@ -21,7 +21,7 @@ from ..files import FileSet
 from ..packed import TextError
 from ..stream import Stream
 from ..tokenizer import Tokenizer
-from .answers import Encoder
+from .answers import IDS, TRAINED, Encoder
 from .keys import has_pairs
 from .messages import read_better_answers, read_conversations, read_preferences, read_questions
 from .rows import begins_of
@@ -65,7 +65,10 @@ def open_chats(files: FileSet, part: MixturePart, template: ChatTemplate, tokeni
                 continue
             where, conversations = row
             try:
-                yield np.concatenate([encoder.encode(conversation) for conversation in conversations])
+                encoded = [encoder.encode(conversation) for conversation in conversations]
+                if len({(one & (TRAINED | IDS)).tobytes() for one in encoded}) < len(encoded):
+                    raise InputError([f"chosen and rejected: are the same in model.seq {seq:,}. Remove the row, or raise model.seq"])
+                yield np.concatenate(encoded)
             except InputError as error:
                 why = "; ".join(error.problems)
                 yield TextError(f"{where}: {why}", why=why)

@@ -8,6 +8,8 @@ transformers gives it, and its output is bounded:
 
 A template may mark what a model is to learn in training: `{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}`. Such a
 block becomes the call of a function, which writes its contents between two characters that no text has (`render_marked`).
+
+Contents are texts. Some templates write nothing but lists of parts, and leave a text out without a word, so a template is tried.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,6 +36,8 @@ Spans = list[tuple[int, int]]
 _MAX_BYTES, _MAX_TEXT = 1 << 25, 1 << 26
 _MARK = re.compile(r"(\{%[-+]?\s*)(end)?generation(?=\s*[-+]?%\})")
 _CALL = "generation_block"
+_BESIDE, TOOL_TEMPLATE = ("chat_template", "tokenizer_config"), "additional_chat_templates/tool_use.jinja"
+_PROBE = "A text of no chat"
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # Unicode has no characters there, and never will.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
@@ -60,6 +66,8 @@ class ChatTemplate:
         try:
             source = json.loads(data)["chat_template"] if file.suffix == ".json" else data.decode()
             named = {one["name"]: one["template"] for one in source} if isinstance(source, list) else {"default": source}
+            if file.stem in _BESIDE and (beside := file.parent / TOOL_TEMPLATE).is_file():
+                named["tool_use"] = read_bytes(beside, _MAX_BYTES).decode()
             if not isinstance(named["default"], str) or not isinstance(named.get("tool_use", ""), str):
                 raise TypeError
         except (ValueError, TypeError, KeyError, RecursionError):
@@ -89,15 +97,14 @@ class ChatTemplate:
 
     @property
     def has_marks(self) -> bool:
-        """Whether the template says which parts of a text are answers."""
-        return _MARK.search(self.source) is not None
+        """Whether the template says which parts of a text are answers. A comment says nothing."""
+        return _MARK.search(re.sub(r"\{#.*?#\}", "", self.source, flags=re.DOTALL)) is not None
 
     @property
     def sha256(self) -> str:
         """A checksum of everything that the template writes texts from."""
-        return hashlib.sha256(
-            json.dumps([self.source, self.for_tools and self.for_tools.source, dict(self.texts), str(self.date)], sort_keys=True).encode()
-        ).hexdigest()
+        written = [self.source, self.for_tools and self.for_tools.source, dict(self.texts), str(self.date)]
+        return hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, add_generation_prompt: bool = True) -> str:
         """The text of messages. add_generation_prompt: the text ends where an answer begins. Raises InputError if the template refuses.
@@ -105,6 +112,24 @@ class ChatTemplate:
         tools: descriptions of functions that the model may call, for templates that write them.
         """
         return self._render(messages, tools, add_generation_prompt, _unmarked)
+
+    @cached_property
+    def prompt(self) -> str:
+        """The text in front of an answer; empty if the template does not say it. Raises InputError if it does not write a question alone."""
+        question = [{"role": "user", "content": _PROBE}]
+        before, after = (self.render(question, add_generation_prompt=prompts) for prompts in (False, True))
+        return after.removeprefix(before) if after.startswith(before) else ""
+
+    @cached_property
+    def _needs_parts(self) -> bool:
+        """Whether the template writes contents that are lists of parts, and none that are texts."""
+        return self._writes(_parts(_PROBE)) and not self._writes(_PROBE)
+
+    def _writes(self, content: Any) -> bool:
+        chat = [{"role": role, "content": content} for role in ("user", "assistant")]
+        with suppress(InputError):
+            return self._written(chat, None, False, _unmarked).count(_PROBE) > 1
+        return False
 
     def render_marked(self, messages: Sequence[Message], tools: Any = None) -> tuple[str, Spans]:
         """The text of messages and the parts of it that the template marks as answers. Raises InputError."""
@@ -121,6 +146,11 @@ class ChatTemplate:
     def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool, mark: Any) -> str:
         # As in transformers, a key without a value is a key that is not there.
         chat = [_with_thought({key: value for key, value in message.items() if value is not None}) for message in messages]
+        if self._needs_parts:
+            chat = [{**message, "content": _parts(message.get("content") or "")} for message in chat]
+        return self._written(chat, tools, add_generation_prompt, mark)
+
+    def _written(self, chat: Any, tools: Any, add_generation_prompt: bool, mark: Any) -> str:
         given = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, _CALL: mark}
         day = datetime.now() if self.date is None else self.date
         pieces, size = list[str](), 0
@@ -136,6 +166,10 @@ class ChatTemplate:
                 [f"{self.file}: the chat template cannot write these messages: {error}. Change them, or the template"]
             ) from None
         return "".join(pieces)
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}]
 
 
 def _with_thought(message: dict[str, Any]) -> dict[str, Any]:
