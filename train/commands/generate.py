@@ -89,6 +89,8 @@ def _asked(arguments: argparse.Namespace) -> tuple[dict[str, Path], list[tuple[A
 def _show(generator: Generator, prompts: Sequence[Any], changes: dict[str, Any]) -> None:
     """Prints each prompt with its answer: one alone as it is written, several when they are whole."""
     if len(prompts) == 1 and changes.get("samples", 1) == 1:
+        # Wrong ones are reported before any text.
+        generator.requests(prompts, **changes)
         _print(prompts[0] if isinstance(prompts[0], str) else "")
         for piece in generator.pieces(prompts, **changes):
             _print(piece.text)

@@ -12,7 +12,9 @@ unpack to.
 
 from __future__ import annotations
 
+import codecs
 import difflib
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -73,8 +75,13 @@ def read_objects(path: Path) -> Iterator[Record | TextError]:
     is_empty = True
     try:
         for first, block in _blocks(path):
+            # Editors of other systems begin a file with a mark.
+            lines = block.removeprefix(codecs.BOM_UTF8) if first == 1 else block
+            if is_empty and lines.lstrip().startswith(b"["):
+                yield from _array(path)
+                return
             # Blank lines can fill gigabytes of a packed file: they are not split.
-            for number, line in enumerate([] if block.isspace() else block.split(b"\n"), first):
+            for number, line in enumerate([] if lines.isspace() else lines.split(b"\n"), first):
                 if line and not line.isspace():
                     is_empty = False
                     yield _object(f"{path}:{number}", line)
@@ -103,6 +110,16 @@ def _blocks(path: Path) -> Iterator[tuple[int, bytes]]:
         yield line, rest
 
 
+def _array(path: Path) -> Iterator[Record | TextError]:
+    """The objects of a file that is one array, which is read whole."""
+    text = b"".join(read_blocks(path)).removeprefix(codecs.BOM_UTF8)
+    try:
+        items = {f"{path}: item {number}": json.dumps(item).encode() for number, item in enumerate(json.loads(text))}
+    except (ValueError, RecursionError):
+        items = {str(path): text}
+    yield from itertools.starmap(_object, items.items())
+
+
 def _object(where: str, line: bytes) -> Record | TextError:
     try:
         document = json.loads(line.decode("utf-8"))
@@ -112,7 +129,7 @@ def _object(where: str, line: bytes) -> Record | TextError:
         # Python's JSON parser recurses once per level of nesting.
         return TextError(f"{where}: the JSON is nested too deeply")
     except ValueError as error:
-        return TextError(f"{where}: not valid JSON: {error}. Write one JSON object in each line")
+        return TextError(f"{where}: not valid JSON: {error}. Write one JSON object in each line, or one array of them")
     if not isinstance(document, dict):
         return TextError(f"{where}: must be a JSON object, not {Node(document, where).in_words()}")
     return where, document

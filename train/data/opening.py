@@ -67,7 +67,7 @@ def open_data(
         with InputError.collect(problems):
             splits.append(opener.splits(part, prefix))
     too_small = [one for split in splits for one in split.too_small]
-    remedy = f"Set model.vocab={max((needed for _, needed in too_small), default=0)}, or encode the data with a smaller vocabulary"
+    remedy = f"Set model.vocab={max((needed for _, needed in too_small), default=0)}, or take the tokenizer of model.hf"
     with InputError.collect(problems):
         _raise_any([("model.vocab", f"{message}. {remedy}") for message, _ in too_small], where)
     if problems:

@@ -19,7 +19,7 @@ from ..data.chat.messages import read_messages
 from ..data.chat.source import template_of, training_template
 from ..data.chat.template import ChatTemplate, Message
 from ..data.config import DataConfig, OwnData
-from ..data.tokenizer import Tokenizer, encoded_prompt
+from ..data.tokenizer import TOKENIZER_REMEDY, Tokenizer, encoded_prompt
 from .generate import Generator
 from .text import terminal_text
 
@@ -39,7 +39,7 @@ class Chat:
     def of(tokenizer: Tokenizer | None, data: DataConfig | OwnData | None = None) -> Chat:
         """The chats of a tokenizer, with the template that a run's data has, or else the one in its folder. Raises InputError."""
         if tokenizer is None:
-            raise InputError(["the model has no tokenizer, so it cannot chat. Add a tokenizer.json to its folder"])
+            raise InputError([f"the model has no tokenizer, so it cannot chat. {TOKENIZER_REMEDY}"])
         parts = data.parts() if isinstance(data, DataConfig) else ()
         trained = (training_template(part, tokenizer, date=None) for part in parts if part.source in CHATS)
         return Chat(tokenizer=tokenizer, template=next(trained, None) or template_of(tokenizer))

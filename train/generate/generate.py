@@ -21,7 +21,7 @@ from jgt.document import InputError, Node, bind
 
 from ..data.batches import Data
 from ..data.config import DataConfig
-from ..data.tokenizer import Tokenizer, encoded_prompt
+from ..data.tokenizer import TOKENIZER_REMEDY, Tokenizer, encoded_prompt
 from ..drawing import Drawing, GenerateConfig
 from ..setup import Setup
 from ..step.state import State
@@ -159,7 +159,7 @@ class Generator:
 
     def _encoded(self, text: str) -> list[int]:
         if self._tokenizer is None:
-            raise InputError(["the model has no tokenizer, so a prompt must be a list of tokens"])
+            raise InputError([f"the model has no tokenizer, so a prompt must be a list of tokens. {TOKENIZER_REMEDY}"])
         return encoded_prompt(self._tokenizer, text)
 
     @property
