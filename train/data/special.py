@@ -59,16 +59,14 @@ def special_tokens(folder: Path, id_of: Callable[[str], int | None], beginning: 
     config = _config(folder)
     texts = _named(config, folder)
 
-    def named(key: str) -> int | None:
-        return id_of(texts[key]) if key in texts else None
-
+    eos, pad = (id_of(texts[key]) if key in texts else None for key in ("eos_token", "pad_token"))
     end = _end_of_text(config.get("eos_token"), folder, id_of)
-    named_ends = (named("eos_token"), end, *map(id_of, END_OF_TURN_NAMES))
+    named_ends = (eos, end, *map(id_of, END_OF_TURN_NAMES))
     ends = {token for token in named_ends if token is not None} | set(declared_ends(folder))
     files = [folder / name for name in _TEMPLATES] + ([folder / _CONFIG] if config.get("chat_template") is not None else [])
     template = next((file for file in files if file.is_file()), None)
     ids = tuple(sorted(ends))
-    return SpecialTokens(beginning=beginning, end_of_text=end, ends=ids, pad=named("pad_token"), template=template, texts=texts)
+    return SpecialTokens(beginning=beginning, end_of_text=end, ends=ids, pad=pad, template=template, texts=texts)
 
 
 def declared_tokens(folder: Path, id_of: Callable[[str], int | None]) -> Iterator[tuple[int | None, Mapping[str, Any], bool]]:

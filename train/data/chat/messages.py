@@ -134,7 +134,8 @@ def _functions(where: str, value: Any, key: str) -> list[Any]:
 def _decoded(where: str, value: Any, kind: type[Any]) -> Any:
     """A list or a mapping that may be JSON as a text; a blank one has nothing in it. Raises InputError."""
     with suppress(ValueError, RecursionError):
-        value = json.loads(value.strip() or "{}") if isinstance(value, str) else value
+        value = json.loads(value.strip() or "null") if isinstance(value, str) else value
+    value = kind() if value is None else value
     if not isinstance(value, kind):
         raise InputError([f"{where}: must be a {'list' if kind is list else 'mapping'}, or its JSON, not {shown(value)}"])
     return value
