@@ -26,7 +26,7 @@ from .packed import TextError, read_blocks
 
 Record = tuple[str, dict[str, Any]]
 """The place of a JSON line or of a row, as `file:line`, and its values by name."""
-MAX_LINE_BYTES = 1 << 24
+MAX_LINE_BYTES, _MAX_ARRAY = 1 << 24, 1 << 30
 _MOST_FIELDS = 12
 _MAX_NAME = 100
 _LIMIT = f"is longer than {MAX_LINE_BYTES:,} bytes, the most a document may have. Split it"
@@ -77,7 +77,7 @@ def read_objects(path: Path) -> Iterator[Record | TextError]:
         for first, block in _blocks(path):
             # Editors of other systems begin a file with a mark.
             lines = block.removeprefix(codecs.BOM_UTF8) if first == 1 else block
-            if is_empty and lines.lstrip().startswith(b"["):
+            if is_empty and path.suffix == ".json" and path.stat().st_size < _MAX_ARRAY and lines.lstrip().startswith(b"["):
                 yield from _array(path)
                 return
             # Blank lines can fill gigabytes of a packed file: they are not split.
@@ -129,7 +129,7 @@ def _object(where: str, line: bytes) -> Record | TextError:
         # Python's JSON parser recurses once per level of nesting.
         return TextError(f"{where}: the JSON is nested too deeply")
     except ValueError as error:
-        return TextError(f"{where}: not valid JSON: {error}. Write one JSON object in each line, or one array of them")
+        return TextError(f"{where}: not valid JSON: {error}. Write one JSON object in each line, or one array of them in a .json file")
     if not isinstance(document, dict):
         return TextError(f"{where}: must be a JSON object, not {Node(document, where).in_words()}")
     return where, document

@@ -166,6 +166,8 @@ def test_a_file_may_be_one_array_and_have_a_mark_of_its_encoding(whole, tmp_path
     (tmp_path / "f.json").write_text(json.dumps(rows)[:-1])
     with pytest.raises(InputError, match=r"f.json: not valid JSON: .* or one array of them"):
         whole(str(tmp_path / "f.json"))
+    with pytest.raises(InputError, match=r"g.jsonl:1: must be a JSON object, not a list"):
+        whole(write(tmp_path / "g.jsonl", rows))
 
 
 def test_parquet_has_the_conversations_of_json_lines(whole, tmp_path):
