@@ -153,9 +153,7 @@ class JsonTokenizer:
         try:
             yield
         except BaseException as error:
-            if isinstance(error, InputError):
-                raise
-            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            if not isinstance(error, InputError) and (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
                 raise InputError([f"{self._path}: {failure}: {error}"]) from None
             raise
 

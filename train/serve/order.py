@@ -44,7 +44,6 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
 }
 """Values of keys that ask for nothing else than what is done anyway. All else but null would change an answer."""
 _MOST_STOPS, _MOST_STOP_CHARACTERS = 16, 256
-_LEAST = 1e-9
 
 
 class UnknownModelError(Exception):
@@ -157,7 +156,7 @@ def _changes(body: Mapping[str, Any], is_chat: bool) -> dict[str, Any]:
         raise InputError(problems)
     given = {ours: body[key] for key, ours in _SETTINGS.items() if body.get(key) is not None}
     # As other servers have it: all tokens, and the likeliest alone.
-    given |= ({"top_k": 0} if given.get("top_k") == -1 else {}) | ({"top_p": _LEAST} if given.get("top_p") == 0 else {})
+    given |= ({"top_k": 0} if given.get("top_k") == -1 else {}) | ({"top_p": 1e-9} if given.get("top_p") == 0 else {})
     return given | ({"stop": stops} if stop is not None else {})
 
 

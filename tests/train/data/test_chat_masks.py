@@ -101,7 +101,7 @@ UNSOUND = {
     "no_special_tokens": ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "ends an answer without a special token"),
     "a_text_behind_the_end": (chatml("{{ m.content }}<|im_end|> over"), "writes more text behind the token that ends an answer"),
     "no_answers": (chatml().replace("in messages", "in messages if m.role == 'user'"), OTHER_WAY),
-    "nothing": ("", "writes nothing for it"),
+    "nothing": ("", "writes another text than 'b'"),
     "needs_an_answer": (chatml(head="{% if messages[-1].role == 'user' %}{{ raise_exception('no') }}{% endif %}"), "cannot write"),
     "marks_around_everything": (f"{{% generation %}}{chatml()}{{% endgeneration %}}", "marks more than answers"),
     "marks_around_each_turn": (chatml(turn=("{% generation %}", "{% endgeneration %}")), "marks more than answers"),

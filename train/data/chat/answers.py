@@ -62,7 +62,7 @@ class Encoder:
         problems = [why for _, _, why in found if why]
         if problems and not self.template.has_marks:
             raise self._unsound(problems[0])
-        for first, last, _ in found or [(0, len(ids), "")]:
+        for first, last, _ in [(0, len(ids), "")] if self.is_whole else found:
             ids[first:last] |= TRAINED
         # The template's own marks are right by definition, but a model that is trained by these may not learn to end.
         return self._cut(ids, ENDLESS if problems else 0)
@@ -125,8 +125,6 @@ class Encoder:
             if not text.startswith(before) or not text.startswith(until):
                 what = "the beginning of an answer" if text.startswith(until) else "this answer and what comes before it"
                 raise self._unsound(f"writes {what} in another way in the whole conversation", number)
-            if len(before) >= len(until):
-                raise self._unsound("writes nothing for it", number)
             yield len(before), len(until)
 
     def _before(self, conversation: Conversation, number: int, until: str) -> str:

@@ -115,7 +115,7 @@ class ChatTemplate:
 
     @cached_property
     def prompt(self) -> str:
-        """The text in front of an answer; empty if the template does not say it. Raises InputError if it does not write a question alone."""
+        """The text in front of an answer; empty if the template does not say it. Raises InputError if it cannot write a question alone."""
         question = [{"role": "user", "content": _PROBE}]
         before, after = (self.render(question, add_generation_prompt=prompts) for prompts in (False, True))
         return after.removeprefix(before) if after.startswith(before) else ""
