@@ -78,7 +78,7 @@ def declared_tokens(folder: Path, id_of: Callable[[str], int | None]) -> Iterato
     config = _config(folder)
     names, decoder = _named(config, folder).values(), config.get("added_tokens_decoder")
     further = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    further = {_text(one, folder, "extra_special_tokens"): one for one in ([] if isinstance(further, Mapping) else further)}
+    further = {_text(one, folder, "extra_special_tokens"): one for one in (further if isinstance(further, list) else [])}
     for number, shape in sorted((int(number), shape) for number, shape in (decoder or {}).items()):
         yield number, {**shape, "special": shape.get("special", False) or shape["content"] in names}, True
     for text, number in {} if decoder is not None else _read(folder / _ADDED).items():

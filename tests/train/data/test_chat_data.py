@@ -357,6 +357,10 @@ LINES = {
         one(Q, {"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}),
         "messages[1].tool_calls[0].function.arguments: must be a mapping, or its JSON, not '{'",
     ),
+    "half_a_character_in_arguments": (
+        one(Q, {"role": "assistant", "tool_calls": [{"function": {"arguments": '{"x": "\\ud800"}'}}]}),
+        "messages[1].tool_calls[0].function.arguments: must be a mapping, or its JSON, not ",
+    ),
     "a_tool_that_is_a_name": (one(Q, A, tools=["f"]), "tools[0]: must be a mapping, or its JSON, not 'f'"),
     "half_a_character": (one(Q, {"role": "assistant", "content": "\ud800"}), "contains half of a surrogate pair"),
     "a_long_question": (one({"role": "user", "content": "a" * 99}, A), "its first answer begins with token"),

@@ -133,9 +133,11 @@ def _functions(where: str, value: Any, key: str) -> list[Any]:
 
 def _decoded(where: str, value: Any, kind: type[Any]) -> Any:
     """A list or a mapping that may be JSON as a text; a blank one has nothing in it. Raises InputError."""
-    with suppress(ValueError, RecursionError):
-        value = json.loads(value.strip() or "null") if isinstance(value, str) else value
-    value = kind() if value is None else value
+    if isinstance(value, str):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(value.strip() or "null")
+            json.dumps(found, ensure_ascii=False).encode("utf-8")
+            value = kind() if found is None else found
     if not isinstance(value, kind):
         raise InputError([f"{where}: must be a {'list' if kind is list else 'mapping'}, or its JSON, not {shown(value)}"])
     return value
@@ -152,8 +154,8 @@ def _read(where: str, row: Mapping[str, Any], shapes_of: ShapesOf) -> Read | Tex
             raise InputError(unread)
         tools = _functions("tools", said.get("tools", []), "parameters") or None
         return where, [Conversation(messages=turns, tools=tools, first=first) for turns, first in shapes_of(said)]
-    except UnicodeEncodeError:
-        return TextError(f"{where}: contains half of a surrogate pair, which is not a character")
+    except (UnicodeEncodeError, RecursionError):
+        return TextError(f"{where}: contains half of a surrogate pair, which is not a character, or is nested too deeply")
     except InputError as error:
         return TextError("\n".join(f"{where}: {problem}" for problem in error.problems))
 
