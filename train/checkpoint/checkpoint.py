@@ -29,7 +29,7 @@ from ..sections import CheckpointConfig
 from ..step.state import State
 from .disk import DiskError, describe
 from .files import FilesWriter
-from .manifest import Base, Manifest
+from .manifest import Base, Kept, Manifest
 from .restore import first_line
 from .saved import MAX_DATA_BYTES, Search, array_entries
 from .signature import read_key
@@ -104,11 +104,20 @@ class Checkpoints:
         then = "; the same command resumes from it" if resumes else ""
         return f"the newest checkpoint is from step {steps[-1]}, in {self._steps.folder}{then}"
 
-    def save(self, state: State, step: int, samples: int, phase: int = 0, base: Base | None = None, data: str | None = None) -> None:
+    def save(
+        self,
+        state: State,
+        step: int,
+        samples: int,
+        phase: int = 0,
+        base: Base | None = None,
+        data: str | None = None,
+        kept: Kept | None = None,
+    ) -> None:
         """Starts to save `state` after `step` updates and `samples` sequences of training data. Returns when the arrays are copied.
 
         phase: the steps since the last exchange of `sync`. base: where the arrays are that the state lacks. data: what this process stores
-        about the place in its data. Waits for the save before.
+        about the place in its data. kept: as in `Manifest`. Waits for the save before.
         Raises SaveError, on all processes, if the save before has failed or the new one cannot start; training may continue.
         """
         arrays = array_entries(state.arrays())
@@ -140,6 +149,7 @@ class Checkpoints:
             arrays=arrays,
             files=(),
             base=base,
+            kept=kept or Kept(),
         )
         # A regular exit waits until the step is finished.
         self._last = self._thread.submit(self._finish, listing)

@@ -11,6 +11,7 @@ disk is no verdict; it stays an OSError (see `train.checkpoint.disk`).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import re
 import stat
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,6 +55,8 @@ ODD_KINDS: Mapping[int | None, str] = {
     stat.S_IFCHR: "a device, not a file",
     stat.S_IFBLK: "a device, not a file",
 }
+Evaluated = Mapping[str, tuple[tuple[int, float | None], ...]]
+"""By metric, steps and values of evaluations; None: not finite."""
 _Kind = TypeVar("_Kind", str, list[Any], dict[str, Any])
 
 
@@ -101,11 +104,25 @@ class ObjectsEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kept:
+    """The facts that a run keeps beside its arrays, and finds again when it resumes.
+
+    id: the identity of the run, which no other run has; empty in a manifest of an earlier version. evaluations: the values that decide
+    which step is the best. reference: of preferences, the model before the first step, and a checksum of its scores.
+    """
+
+    id: str = ""
+    evaluations: Evaluated = field(default_factory=dict[str, tuple[tuple[int, float | None], ...]])
+    reference: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """A checkpoint after `step` updates.
 
     samples: sequences of training data consumed; mesh: axis sizes it was saved on; versions: by package; fingerprints: of config and data.
     phase: the steps since the last exchange of `sync`. base: where arrays are that `arrays` lacks. objects: in a bucket, where arrays are.
+    kept: what the run finds again beside them.
     """
 
     step: int
@@ -119,6 +136,7 @@ class Manifest:
     phase: int = 0
     base: Base | None = None
     objects: ObjectsEntry | None = None
+    kept: Kept = field(default_factory=Kept)
 
 
 class BrokenError(Exception):
@@ -149,6 +167,11 @@ def as_json(manifest: Manifest) -> dict[str, Any]:
     values = json.loads(json.dumps(asdict(manifest)))
     # Orbax has its own files.
     return {name: value for name, value in values.items() if name != "objects" or value is not None}
+
+
+def digest(manifest: Manifest) -> str:
+    """A SHA-256 of all that a manifest says, and so of the checksums of its files."""
+    return hashlib.sha256(json.dumps(as_json(manifest), sort_keys=True).encode()).hexdigest()
 
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +237,15 @@ def _parse(values: Mapping[str, Any]) -> Manifest:
         phase=_number(values.get("phase", 0)),
         base=None if values.get("base") is None else _base(_check_kind(dict, values["base"])),
         objects=None if values.get("objects") is None else _objects(_check_kind(dict, values["objects"]), arrays),
+        kept=Kept() if "kept" not in values else _kept(_check_kind(dict, values["kept"])),
     )
+
+
+def _kept(values: Mapping[str, Any]) -> Kept:
+    by_metric = _check_kind(dict, values["evaluations"])
+    lists = {name: _check_kind(list, pairs) for name, pairs in by_metric.items()}
+    evaluations = {name: tuple((_number(step), None if x is None else float(x)) for step, x in pairs) for name, pairs in lists.items()}
+    return Kept(id=_check_kind(str, values["id"]), evaluations=evaluations, reference=_check_kind(dict, values["reference"]))
 
 
 def _objects(values: Mapping[str, Any], arrays: tuple[ArrayEntry, ...]) -> ObjectsEntry:

@@ -2,16 +2,22 @@
 
 A folder is made of a checkpoint that is finished, by a thread of the first process. So an export needs no devices and no other process, and
 training waits for it only at the end. A step that is being exported is not removed. The folder gets its name when all of it is on disk:
-wherever the run is killed, the next start finds the steps whose folders are missing, and writes only these.
+wherever the run is killed, the next start writes those that are missing. It takes no folder for its own that is not: one of another run is
+refused, one of a step that the run has gone back behind is removed, and a damaged one is written again (`stamp.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
+import os
+import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -22,15 +28,17 @@ from ..checkpoint.bucket_steps import SavedStep
 from ..checkpoint.disk import describe
 from ..checkpoint.restore import first_line
 from ..checkpoint.signature import read_key
-from ..checkpoint.steps import open_steps
+from ..checkpoint.steps import open_steps, remove
 from ..command_line import EndError, say
 from ..config import Run
 from ..processes.processes import agree_on_input
 from .form import run_form
 from .model import SavedModel
+from .stamp import is_whole, origin_of, run_of, write_stamp
 from .write import write_export
 
 _FILE_BYTES = 5 * 10**9
+_STEP = re.compile(r"[1-9][0-9]{0,9}")
 
 
 class ExportError(EndError):
@@ -45,7 +53,7 @@ class Exports:
     """The exports of one start of a run. event: records one. num_steps: the last step, which is known once the data is open."""
 
     def __init__(self, run: Run, event: Callable[..., None]):
-        self.num_steps = 0
+        self.num_steps, self._id = 0, ""
         self._run, self._config, self._event = run, run.config.checkpoint.export, event
         self._ended: SimpleQueue[tuple[str, float, dict[str, Any]]] = SimpleQueue()
         self._steps = open_steps(run.config.run.checkpoints, read_key(run.config.checkpoint.key))
@@ -64,26 +72,45 @@ class Exports:
             return False
         return step == self.num_steps or (self._config.every > 0 and step % self._config.every == 0)
 
-    def begin(self, first: int) -> None:
-        """Starts to export the steps that an earlier start has saved, and not exported. first: the step at which this start begins.
+    def begin(self, first: int, run: str) -> None:
+        """Starts to export the steps that an earlier start has saved, and not exported.
 
-        Raises InputError, on all processes, if a new run finds the folders of another one.
+        first: the step at which this start begins. run: the identity of the run. Raises InputError, on all processes, for folders of
+        another run.
         """
         if self._config is None:
             return
-        path, is_first, problems = Path(self._config.path), jax.process_index() == 0, list[str]()
+        path, is_first, self._id, problems = Path(self._config.path), jax.process_index() == 0, run, list[str]()
         where = f"{self._run.where('checkpoint.export.path')}: checkpoint.export.path"
         try:
-            others = [entry for entry in path.iterdir() if entry.name.isdecimal()] if is_first and first == 0 and path.is_dir() else []
-            problems += [f"{where}: has {other} already. Name another folder, or remove what is in it" for other in others[:1]]
+            found = [entry for entry in path.iterdir() if _STEP.fullmatch(entry.name)] if is_first and os.path.lexists(path) else []
+            others = [entry for entry in found if first == 0 or run_of(entry) not in (None, run)]
+            remedy = "Name another folder, or remove what is in it. It is another run's"
+            problems += [f"{where}: has {other} already. {remedy}" for other in others[:1]]
+            for entry in found if not others else ():
+                is_in_the_way = int(entry.name) <= self.num_steps and self.is_due(int(entry.name))
+                if int(entry.name) > first and (is_in_the_way or run_of(entry) == run):
+                    say(f"{entry} is of a later step than {first}, from which the run goes on. {self._clear(entry)}")
         except OSError as error:
-            problems.append(f"{where}: cannot be read: {describe(error, path)}")
+            problems.append(f"{where}: cannot be read or written: {describe(error, path)}")
         agree_on_input(problems, None)
         if not is_first:
             return
         for step in self._steps.listed():
             # Its files may have changed since.
             self._submit(step, lambda step=step: self._steps.open(step))
+
+    def _clear(self, folder: Path) -> str:
+        """Makes room for an export. What no stamp calls this run's gets another name. Returns a sentence about it. Raises OSError."""
+        if (owner := run_of(folder)) == self._id:
+            remove(folder)
+            return "It is removed"
+        if owner is not None:
+            raise FileExistsError(errno.EEXIST, "has the export of another run", str(folder))
+        names = (folder.with_name(f"{folder.name}.broken{n or ''}") for n in itertools.count())
+        target = next(path for path in names if not os.path.lexists(path))
+        folder.rename(target)
+        return f"It is renamed to {target.name}"
 
     def saved(self, step: int) -> None:
         """Starts to export a step that was saved just now, if it is due. Called by the first process."""
@@ -118,11 +145,11 @@ class Exports:
         self._pool.shutdown(cancel_futures=True)
 
     def _submit(self, step: int, read: Callable[[], SavedStep]) -> None:
-        if not self.is_due(step) or step in self._futures or (folder := self._folder(step)).exists():
+        if not self.is_due(step) or step in self._futures:
             return
         # After `close`, the next start does it.
         with contextlib.suppress(RuntimeError):
-            self._futures[step] = self._pool.submit(self._export, step, folder, read)
+            self._futures[step] = self._pool.submit(self._export, step, self._folder(step), read)
 
     def _folder(self, step: int) -> Path:
         assert self._config is not None
@@ -132,10 +159,15 @@ class Exports:
         assert self._config is not None
         begun = time.time()
         try:
-            saved = read()
+            origin = origin_of(saved := read())
+            if os.path.lexists(folder):
+                if is_whole(folder, origin):
+                    return
+                say(f"{folder} is not the model of step {step} of this run, or is damaged. {self._clear(folder)}, and written again")
             model = SavedModel.of(saved, self._run.config.model, self._run.config.lora)
             form = run_form(self._run, self._run.config.run.path, model.shapes)
-            write_export(form, model, folder, dtype=self._config.dtype, max_file_bytes=_FILE_BYTES, check=self._check)
+            sizes, stamp = {"max_file_bytes": _FILE_BYTES}, partial(write_stamp, origin=origin)
+            write_export(form, model, folder, dtype=self._config.dtype, **sizes, check=self._check, last=stamp)
         except _ClosedError:
             pass
         except Exception as error:

@@ -26,12 +26,19 @@ _TORCH = {"f32": "float32", "bf16": "bfloat16"}
 
 
 def write_export(
-    form: Form, model: SavedModel, folder: Path, *, dtype: str, max_file_bytes: int, check: Callable[[], None] = lambda: None
+    form: Form,
+    model: SavedModel,
+    folder: Path,
+    *,
+    dtype: str,
+    max_file_bytes: int,
+    check: Callable[[], None] = lambda: None,
+    last: Callable[[Path], None] = lambda folder: None,
 ) -> int:
     """Writes the model of a checkpoint as a new folder. Returns the number of its tensors.
 
-    check: called before each piece; an error of it ends the export. Raises InputError if there is something at the path or the checkpoint
-    cannot be used, DiskError if it cannot be read, and OSError.
+    check: called before each piece; an error of it ends the export. last: as in `write_folder`. Raises InputError if there is
+    something at the path or the checkpoint cannot be used, DiskError if it cannot be read, and OSError.
     """
     shapes, kind = model.shapes, EXPORTED[dtype]
     sources = form.sources(shapes)
@@ -49,7 +56,8 @@ def write_export(
 
     text = json.dumps({**form.config, "torch_dtype": _TORCH[dtype]}, indent=2)
     files: dict[str, bytes | Path] = {DESCRIPTION: text.encode() + b"\n", **form.files}
-    write_folder(folder, {name: (kind, shape) for name, shape in tensors.items()}, parts(), files=files, max_file_bytes=max_file_bytes)
+    types = {name: (kind, shape) for name, shape in tensors.items()}
+    write_folder(folder, types, parts(), files=files, max_file_bytes=max_file_bytes, last=last)
     return len(tensors)
 
 

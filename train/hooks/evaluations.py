@@ -1,24 +1,33 @@
 """The evaluations of a run so far: `checkpoint.best` keeps the checkpoint of the best one, `train.stop_early` ends a run by them.
 
-Both follow from the rows of metrics.jsonl alone. A start reads the rows up to its first step, and adds those of its own evaluations. So a
-run that was killed decides as one that never was, and a checkpoint needs no further state.
+Both follow from the rows of metrics.jsonl, and a row may be lost. So each checkpoint has the values of the metrics that decide, up to its
+step. A start reads both, and adds its own evaluations. An evaluation of the step from which a start resumes that has no row, because a kill
+came before it, is made again. So a run that was killed decides as one that never was.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from jgt.document import InputError, nearest
 
+from ..checkpoint.manifest import Evaluated
 from ..checkpoint.steps import open_steps
 from ..config import Run
 from ..processes.processes import number_of_first_process
 from ..records.clock import InFlight, steps_ahead
 from ..report.rows import read_metrics
+
+EVENT = "event"
+"""In a row of metrics.jsonl of what hooks have logged, which is no evaluation: the event."""
+_STORED = 1000
+"""The number of newest evaluations that a checkpoint has, beside the best one."""
 
 
 class Metric:
@@ -33,8 +42,13 @@ class Metric:
         if self.name in row:
             value = row[self.name]
             # The best value is finite. None: it was not, when it was written.
-            is_finite = isinstance(value, int | float) and math.isfinite(value)
+            is_finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max
             self._costs[step] = self._sign * value if is_finite else math.inf
+
+    def stored(self) -> tuple[tuple[int, float | None], ...]:
+        """The steps and values that decide, for a checkpoint; None: not finite."""
+        kept = {*sorted(self._costs)[-_STORED:], *(step for step in (self.best(),) if step is not None)}
+        return tuple((step, self.value(step) if self._costs[step] < math.inf else None) for step in sorted(kept))
 
     def best(self, steps: Iterable[int] | None = None) -> int | None:
         """The best step, of these or of all; of equal ones the first. None if none of them is known."""
@@ -65,29 +79,40 @@ class Evaluations:
         """Whether `verdict` was not asked since rows were added."""
         self._read()
 
-    def _read(self, last: int = 0) -> None:
+    def _read(self, last: int = 0, stored: Evaluated | None = None) -> None:
         stop, best = self._run.config.train.stop_early, self._run.config.checkpoint.best
         self._best = None if best is None else Metric(best)
         self._stop, self._patience = (None, 0) if stop is None else (Metric(stop.by), stop.patience)
-        self._known: set[int] = set()
-        path = self._folder / "metrics.jsonl"
-        for row in read_metrics(path) if last and path.is_file() else ():
-            # A row of training has a learning rate.
-            if row["step"] <= last and "lr" not in row:
+        for row in _rows_of(self._folder) if last else ():
+            if row["step"] <= last and not _is_of_training(row):
                 self.add(row["step"], row)
+        for metric in self._metrics:
+            for step, value in (stored or {}).get(metric.name, ()):
+                if step <= last:
+                    metric.add(step, {metric.name: value})
         self.have_news = False
 
-    def begin(self, step: int) -> bool:
-        """Reads the rows of a run that is at this step. Returns whether it ended early there. Raises OSError."""
-        self._read(step)
+    @property
+    def _metrics(self) -> list[Metric]:
+        return [metric for metric in (self._best, self._stop) if metric is not None]
+
+    def begin(self, step: int, stored: Evaluated | None = None) -> bool:
+        """Reads the rows of a run that is at this step. stored: what its checkpoint has. Returns whether it ended early there.
+
+        Raises OSError.
+        """
+        self._read(step, stored)
         return bool(number_of_first_process(int(self._ends)))
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
         """Adds the metrics of a step, other than those of its training."""
         self.have_news = True
-        self._known.add(step)
-        for metric in filter(None, (self._best, self._stop)):
+        for metric in self._metrics:
             metric.add(step, row)
+
+    def stored(self) -> Evaluated:
+        """The values that decide, by metric, for a checkpoint."""
+        return {metric.name: metric.stored() for metric in self._metrics}
 
     def check(self, names: Iterable[str]) -> None:
         """Raises InputError if evaluations on held-out data have these metrics, and so none of them ever has one that is asked for."""
@@ -102,10 +127,6 @@ class Evaluations:
                 problems.append(" ".join(f"{self._run.where(key)}: {key}: {why}".split()))
         if problems:
             raise InputError(problems)
-
-    def lack(self, step: int) -> bool:
-        """Whether a kill came between the save of this step and its evaluation."""
-        return bool(number_of_first_process(int(step > 0 and step not in self._known)))
 
     def verdict(self, step: int) -> tuple[bool, bool]:
         """Whether this step is the best so far, and whether the run ends here."""
@@ -152,6 +173,31 @@ def open_evaluations(run: Run, names: Callable[[], Iterable[str]]) -> Evaluation
     if not run.config.hooks:
         evaluations.check(names())
     return evaluations
+
+
+def made_at(folder: Path, step: int) -> tuple[bool, bool, dict[str, Any]]:
+    """Whether a step has the row of its evaluation on held-out data, and that of the one on tasks, as the first process reads them.
+
+    And the last row of training up to this step. Raises OSError.
+    """
+    held_out, last = list[bool](), dict[str, Any]()
+    for row in _rows_of(folder):
+        if _is_of_training(row):
+            last = row if row["step"] <= step else last
+        elif row["step"] == step and EVENT not in row:
+            # Of an evaluation on held-out data, the loss is always one metric.
+            held_out.append("eval_loss" in row)
+    code = number_of_first_process(any(held_out) + 2 * (not all(held_out)))
+    return bool(code % 2), code >= 2, last
+
+
+def _rows_of(folder: Path) -> Iterator[dict[str, Any]]:
+    path = folder / "metrics.jsonl"
+    return read_metrics(path) if path.is_file() else iter(())
+
+
+def _is_of_training(row: Mapping[str, Any]) -> bool:
+    return "lr" in row
 
 
 def held_out_means(step: Any, params: Any, variables: Any, batches: Mapping[str, Iterable[Any]], mesh: Any) -> dict[str, float]:

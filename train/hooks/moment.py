@@ -26,6 +26,7 @@ from ..records.media import Histogram, Image, Medium
 from ..setup import Setup
 from ..step.objective import RESERVED
 from ..step.state import State
+from .evaluations import EVENT
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,7 +71,7 @@ class Moment:
         number = fetched(value)
         if number.size != 1 or number.dtype.kind not in "biuf":
             raise ValueError(f"the metric {name} is {number.dtype}{list(number.shape)}, not a number")
-        if name in RESERVED or name in self.metrics or name in self.scalars:
+        if name in (*RESERVED, EVENT) or name in self.metrics or name in self.scalars:
             raise ValueError(f"the step has a metric {name!r} already. Take another name")
         self.scalars[name] = float(number.reshape(()))
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -110,6 +110,7 @@ class Progress:
         self._is_cpu, self._figures = jax.default_backend() == "cpu", records.timeline.figures
         self._figures |= {"total": self._total, "finished": done}
         self._last: StepResult | None = None
+        self.earlier: Mapping[str, Any] = {}
         self._epoch_samples, self._tokens = epoch_samples, tokens_per_sample(setup.batch_shapes)
         model, peak = self._config.model, peak_flops(jax.devices()[0].device_kind)
         self._flops = None if self._tokens is None else self._tokens * model.flops_per_token(setup.num_parameters, setup.num_frozen)
@@ -182,8 +183,8 @@ class Progress:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """The metrics of the last finished step by name; empty before the first one of this start."""
-        return {} if self._last is None else _metrics_of(self._last)
+        """The metrics of the last finished step by name; before the first one of this start, `earlier`."""
+        return {**self.earlier} if self._last is None else _metrics_of(self._last)
 
     def _row(self, done: StepResult, seconds: float | None) -> dict[str, Any]:
         """The metrics of a logged step. seconds: per step, or None if not known."""

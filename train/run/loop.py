@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoints
+from ..checkpoint.manifest import Kept
 from ..data.batches import Data
 from ..export.exports import Exports
 from ..generate.generate import sample_text
 from ..generate.text import terminal_text
-from ..hooks import Evaluations, Hooks, held_out_means
+from ..hooks import EVENT, Evaluations, Hooks, held_out_means, made_at
 from ..processes.processes import barrier
 from ..processes.watch import Watch
 from ..records.console import Screen
@@ -53,7 +54,7 @@ _QUICK_SECONDS = 5.0
 
 @dataclass
 class Loop:
-    """A run in its directory, from its start to its last step. lock: the first process has it."""
+    """A run in its directory, from its start to its last step. lock: the first process has it. reference: as in `Kept`."""
 
     setup: Setup
     data: Data
@@ -69,6 +70,7 @@ class Loop:
     evaluations: Evaluations | None = None
     hooks: Hooks | None = None
     layout: LayoutCheck | None = None
+    reference: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._config = self.setup.run.config
@@ -95,22 +97,24 @@ class Loop:
         self.data.restore(position.samples, position.data)
         self._count_epochs(position)
         self.exports.num_steps = self.num_steps
-        self.exports.begin(position.step)
+        self.exports.begin(position.step, position.kept.id)
         self.profiler.check(position.step, self.num_steps)
         # Steps after the checkpoint are trained again, and would be logged twice.
         self.records.forget_after(position.step)
-        if self.evaluations is not None and self.evaluations.begin(position.step):
+        if self.evaluations is not None and self.evaluations.begin(position.step, position.kept.evaluations):
             self._end_early(position.step)
         first, begun = position.step, time.perf_counter()
         if first < self.last_step:
             self._replace_config(first)
             position = self._steps(position, compiling or self._compile())
             self.screen.say(f"Checkpoint of step {position.step} in {self._config.run.checkpoints}")
-        elif self._ended_at is None:
+        else:
+            self._train_nothing(position)
             epochs = self._config.train.epochs
             longer = f"train.steps={first * 2}" if epochs is None else f"train.epochs={epochs * 2:g}"
             more = f"To train further, raise {longer.partition('=')[0]}, for example {longer}"
-            self.screen.say(f"Already at step {first} of {self.num_steps}. {more}")
+            if self._ended_at is None:
+                self.screen.say(f"Already at step {first} of {self.num_steps}. {more}")
         self._conclude(position)
         if position.step > first and self.lock is not None:
             tokens, samples = tokens_per_sample(self.setup.batch_shapes), position.samples
@@ -132,7 +136,7 @@ class Loop:
         if is_done and self.exports.are_asked_for:
             if self._ended_at is not None:
                 # Its last step may have been saved before it was known to be the last.
-                self.exports.begin(position.step)
+                self.exports.begin(position.step, position.kept.id)
             self._finish_exports()
         why = "done" if is_done else self.watch.stop_signal or "peer"
         lost = {"lost": lost} if (lost := lost_records(self.screen, self.records)) else {}
@@ -199,9 +203,7 @@ class Loop:
         with self._phase("compile"):
             train_step, exchange = self._compiled(compiling), self._exchange(position)
             barrier("compiled step")
-        progress = Progress(self.setup, self.screen, self.records, position.step, self.data.train_sequences)
-        saves = Saves(self.setup, self.data, self.checkpoints, self.watch, self.records, self._phase, position.step)
-        self._position = position
+        progress, saves = self._begun(position)
         try:
             self._train(train_step, exchange, batches, progress, saves)
         except BaseException as error:
@@ -210,6 +212,22 @@ class Loop:
         self._check_lock()
         saves.finish(self._position)
         return self._position
+
+    def _train_nothing(self, position: Position) -> None:
+        """Makes up for the evaluations of the last step, which is saved."""
+        progress, saves = self._begun(position)
+        self._make_up(progress, saves)
+        progress.end()
+
+    def _begun(self, position: Position) -> tuple[Progress, Saves]:
+        self._position = position
+        progress = Progress(self.setup, self.screen, self.records, position.step, self.data.train_sequences)
+        return progress, Saves(self.setup, self.data, self.checkpoints, self.watch, self.records, self._phase, position.step, self._kept)
+
+    def _kept(self) -> Kept:
+        evaluations, kept = self.evaluations, self._position.kept
+        kept = kept if evaluations is None else replace(kept, evaluations=evaluations.stored())
+        return kept if self.reference is None else replace(kept, reference=self.reference)
 
     def _batches(self, samples: int) -> Iterator[Any]:
         """The training batches after this many samples. A stream is brought there first, which may take any time."""
@@ -225,8 +243,7 @@ class Loop:
         """Trains from the position of this object, which each step replaces, to the last step, or until a signal stops the run."""
         config, position = self._config.train, self._position
         self._call_hooks("start", progress, saves)
-        if self.evaluations is not None and self.evaluations.lack(position.step):
-            self._evaluate_if_due(progress, saves)
+        self._make_up(progress, saves)
         # The feed has no end, so the range of steps decides.
         for step, batch in zip(range(position.step + 1, self.num_steps + 1), progress.reading(batches), strict=False):
             if self._ended_at is not None:
@@ -275,14 +292,20 @@ class Loop:
                 saves.finish(self._position)
                 raise self.layout.error()
 
-    def _evaluate_if_due(self, progress: Progress, saves: Saves) -> None:
-        """Evaluates the position of this object, if its step is one for it."""
+    def _make_up(self, progress: Progress, saves: Saves) -> None:
+        """Makes the evaluations of the step from which this start resumes that have no row, because a kill came before them."""
+        if step := self._position.step:
+            *made, progress.earlier = made_at(self._config.run.path, step)
+            self._evaluate_if_due(progress, saves, made)
+
+    def _evaluate_if_due(self, progress: Progress, saves: Saves, made: Sequence[bool] = (False, False)) -> None:
+        """Evaluates the position of this object, if its step is one for it. made: whether that was done on held-out data, and on tasks."""
         state, step = self._position.state, self._position.step
-        if self._due(step, self._config.train.eval_every) and self.data.eval_parts:
+        if not made[0] and self._due(step, self._config.train.eval_every) and self.data.eval_parts:
             with progress.interrupted():
                 self._evaluate(state, step, progress.metrics)
             self._judge(progress, saves)
-        if self.tasks is not None and self._due(step, self._config.eval.every):
+        if not made[1] and self.tasks is not None and self._due(step, self._config.eval.every):
             with progress.interrupted(), self._phase("eval", step=step, what="tasks"):
                 self.watch.begin_unlimited("evaluating on tasks")
                 self._log(step, self.tasks(state, step))
@@ -301,10 +324,10 @@ class Loop:
         with progress.interrupted():
             found = self.hooks.call(event, position.state, position.step, self.num_steps, progress.metrics)
         if found:
-            self.records.metrics(position.step, {**found, "time": round(time.time(), 3)})
-        if self.evaluations is not None:
-            self.evaluations.add(position.step, found)
-            self._judge(progress, saves)
+            self.records.metrics(position.step, {EVENT: event, **found, "time": round(time.time(), 3)})
+            if self.evaluations is not None:
+                self.evaluations.add(position.step, found)
+                self._judge(progress, saves)
 
     def _judge(self, progress: Progress, saves: Saves) -> None:
         """Saves the position if it is the best so far, and ends the run if it should end early."""

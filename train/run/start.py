@@ -11,9 +11,10 @@ mesh and with any number of processes, so a run that resumes neither repeats nor
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from jgt.document import InputError
 
 from ..adapt.adapters import factors_of
 from ..checkpoint.checkpoint import Checkpoints
-from ..checkpoint.manifest import Base
+from ..checkpoint.manifest import Base, Kept
 from ..checkpoint.restore import restore, without_keys
 from ..checkpoint.saved import SavedStep, Search, UnusableError, search_elsewhere, stored_data
 from ..checkpoint.signature import read_key
@@ -49,12 +50,16 @@ from .replicas import check_phase, lifted_shapes, restored_of_one, saved_replica
 _Restored = TypeVar("_Restored")
 
 
+def _new_id() -> str:
+    return secrets.token_hex(8)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Position:
     """The progress of a run: its state, the updates so far, the sequences of training data consumed, and the steps since an exchange.
 
     base: published weights that hold the frozen parameters, so that no checkpoint needs them. data: what the checkpoint has about the place
-    in the data.
+    in the data. kept: what else it has. origin: for a new run, what its parameters are, as `Kept.reference` has it.
     """
 
     state: State
@@ -63,6 +68,8 @@ class Position:
     phase: int = 0
     base: Base | None = None
     data: tuple[str, ...] = ()
+    kept: Kept = field(default_factory=lambda: Kept(id=_new_id()))
+    origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,9 @@ class Start:
             check_origin(run, saved.manifest.fingerprints, self.data, str(saved.folder), resume.allow)
             return restore_own(saved)
 
+        kept = Kept()
         if restored := self._restore(checkpoints.search(), restore_own):
+            kept = restored[0].manifest.kept
             self.say(f"Resumed from step {restored[0].manifest.step} in {run.config.run.place}")
         elif other is not None:
             restored = self._restore_elsewhere("--resume", other, restore_other)
@@ -102,7 +111,9 @@ class Start:
         base = resumed_base(saved, run.config.model, self.setup.saved_shapes.frozen)
         # Other data, which --allow-change permits, begins at its beginning.
         data = stored_data(saved) if manifest.fingerprints.get("data") == dict(self.data) else ()
-        return Position(state=state, step=manifest.step, samples=manifest.samples, phase=manifest.phase, base=base, data=data)
+        # Another run, or an earlier version, has no identity to go on with.
+        kept = kept if kept.id else Kept(id=_new_id())
+        return Position(state=state, step=manifest.step, samples=manifest.samples, phase=manifest.phase, base=base, data=data, kept=kept)
 
     def fresh(self) -> Position:
         """The position before the first step of a new run.

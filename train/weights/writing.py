@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,12 +39,13 @@ def write_folder(
     files: Mapping[str, bytes | Path],
     max_file_bytes: int,
     single: str = SINGLE,
+    last: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Writes a new folder with these tensors and other files. An error leaves nothing.
 
     tensors: type and shape of each tensor, in the order in which the files are filled. pieces: each element of them once, in any order.
     files: contents, or files to copy, by name. max_file_bytes: tensors in one file, but for a single tensor that is larger. single: the
-    name of the file, where one is enough.
+    name of the file, where one is enough. last: gets the folder in which all files are complete, before it has its name.
     Raises InputError if there is something at the path, ValueError for other pieces than `tensors` says, and OSError.
     """
     with _whole_folder(path) as folder:
@@ -59,6 +60,7 @@ def write_folder(
             missing[name] -= array.size
         if wrong := [name for name, count in missing.items() if count]:
             raise ValueError(f"not every element once of {', '.join(wrong)}")
+        last(folder)
 
 
 @contextlib.contextmanager

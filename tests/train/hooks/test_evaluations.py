@@ -1,15 +1,20 @@
 """What follows from evaluations: the checkpoint of the best step, an early end, and the same after a restart."""
 
+import contextlib
+import json
 import math
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 
 from jgt.document import InputError
+from train.checkpoint import manifest
 from train.checkpoint.restore import restore
 from train.checkpoint.saved import find_checkpoint
 from train.checkpoint.steps import Steps
+from train.code.files import read_code
 from train.config import load
 from train.hooks.evaluations import Metric, open_evaluations
 from train.report.rows import read_metrics
@@ -114,6 +119,138 @@ def test_a_restart_decides_as_the_unbroken_run(tiny_file, known_losses, stopped_
         states.append(jax.device_get(restore(saved, setup.saved_shapes, setup.saved_shardings)))
     assert rows[0] == rows[1]
     jax.tree.map(np.testing.assert_array_equal, *states)
+
+
+CODE = """
+def nothing(now):
+    pass
+
+
+def number(now):
+    return {"mine": 1.0}
+
+
+def loss_of_step(now):
+    return {"seen": now.metrics["loss"]}
+"""
+HOOKS = "hooks={a: {call: hk:nothing, at: [start]}, b: {call: hk:number, every: 4}, c: {call: hk:loss_of_step, at: [eval]}}"
+
+
+@pytest.fixture
+def code(tmp_path):
+    (path := tmp_path / "hk.py").write_text(CODE)
+    return read_code([path])
+
+
+@pytest.fixture
+def killed_before_evaluation(monkeypatch):
+    """A context in which a run ends when a step is saved, and before it is evaluated."""
+
+    class KilledError(Exception):
+        pass
+
+    @contextlib.contextmanager
+    def _killed(at):
+        plain = loop.Loop._evaluate_if_due
+
+        def evaluate(self, progress, saves, *made):
+            if self._position.step == at:
+                raise KilledError
+            plain(self, progress, saves, *made)
+
+        with monkeypatch.context() as patch, pytest.raises(KilledError):
+            patch.setattr(loop.Loop, "_evaluate_if_due", evaluate)
+            yield
+
+    return _killed
+
+
+def evaluated(folder):
+    return [(row["step"], row["eval_loss"], row.get("seen")) for row in read_metrics(folder / "metrics.jsonl") if "eval_loss" in row]
+
+
+BEST, STOP = "checkpoint.best=-eval_loss", "train.stop_early={by: -eval_loss, patience: 3}"
+QUICK = [(4, BEST, HOOKS), (8, "checkpoint.best=null", "hooks={}")]
+KILLS = [(at, override, hooks) for at in (4, 8) for override in ("checkpoint.best=null", BEST, STOP) for hooks in ("hooks={}", HOOKS)]
+
+
+@pytest.mark.parametrize(
+    ("killed_at", "override", "hooks"), [pytest.param(*kill, marks=[] if kill in QUICK else pytest.mark.slow) for kill in KILLS]
+)
+def test_an_evaluation_is_made_up_for(tiny_file, code, killed_before_evaluation, tmp_path, killed_at, override, hooks):
+    def start(name):
+        common = ("data.eval_tokens=2000", "train.steps=8", "train.eval_every=2", "checkpoint.every=2", "checkpoint.keep=9", "log=[]")
+        return load(tiny_file, [f"run.dir={tmp_path / name}", *common, override, hooks], code=code)
+
+    assert train(start("straight")) == 0
+    with killed_before_evaluation(killed_at):
+        train(start("broken"))
+    assert [step for step, *_ in evaluated(tmp_path / "broken")] == [2, 4, 6][: killed_at // 2 - 1]
+    assert Steps(tmp_path / "broken" / "checkpoints").newest() == killed_at
+    assert train(start("broken")) == 0
+    assert evaluated(tmp_path / "broken") == evaluated(tmp_path / "straight") != []
+    before = (tmp_path / "broken" / "metrics.jsonl").read_bytes()
+    assert train(start("broken")) == 0
+    assert (tmp_path / "broken" / "metrics.jsonl").read_bytes() == before
+
+
+def test_tasks_are_made_up_for(tiny, killed_before_evaluation, monkeypatch, tmp_path):
+    """Beside a row of the evaluation on held-out data of the same step, and alone."""
+    monkeypatch.setattr("train.run.train.open_tasks", lambda setup: lambda state, step: {"eval_acc/a": step / 100})
+    for eval_tokens in (0, 2000):
+        run = tiny(f"data.eval_tokens={eval_tokens}", f"run.dir={tmp_path / str(eval_tokens)}", "train.steps=4", "eval.every=2")
+        run = replace(run, config=replace(run.config, checkpoint=replace(run.config.checkpoint, every=2)))
+        with killed_before_evaluation(4):
+            train(run)
+        assert train(run) == 0
+        rows = list(read_metrics(tmp_path / str(eval_tokens) / "metrics.jsonl"))
+        assert [row["step"] for row in rows if "eval_acc/a" in row] == [2, 4]
+        assert [row["step"] for row in rows if "eval_loss" in row] == ([4] if eval_tokens else [])
+
+
+def test_the_best_step_survives_a_lost_row(tiny, known_losses, capsys, tmp_path):
+    options = ("train.eval_every=2", "checkpoint={every: 2, keep: 1, best: -eval_loss}")
+    assert train(tiny(*COMMON, *options, "train.steps=6")) == 0
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if "eval_loss" not in line))
+    assert train(tiny(*COMMON, *options, "train.steps=12")) == 0
+    assert Steps(tmp_path / "run" / "checkpoints").listed() == [2, 12]
+    assert f"Best checkpoint: {tmp_path / 'run' / 'checkpoints' / '2'}, with eval_loss 5" in capsys.readouterr().out
+
+
+def test_a_checkpoint_has_the_newest_values_and_the_best(tmp_path):
+    metric = Metric("-x")
+    for step in range(1, 3000):
+        metric.add(step, {"x": math.nan if step == 2500 else -step})
+    stored = dict(metric.stored())
+    assert [*stored] == [1, *range(2000, 3000)] and stored[1] == -1 and stored[2500] is None
+    again = Metric("-x")
+    for step, value in stored.items():
+        again.add(step, {"x": value})
+    assert again.best() == 1 and again.value(1) == -1
+    # A number of any size, as a row from anywhere may have it.
+    again.add(9, {"x": 10**400})
+    assert again.best([9]) is None
+
+
+def test_what_a_manifest_keeps_is_checked(earlier):
+    listing = manifest.read(earlier / "checkpoints" / "6")
+    kept = manifest.Kept(id="ab", evaluations={"x": ((2, 0.1), (4, None))}, reference={"step": 3})
+    values = manifest.as_json(replace(listing, kept=kept))
+    assert manifest.parse(json.dumps(manifest.sealed(values)).encode()).kept == kept
+    # An earlier version kept nothing.
+    assert manifest.parse(json.dumps(manifest.sealed({k: v for k, v in values.items() if k != "kept"})).encode()).kept == manifest.Kept()
+    for wrong in (
+        {"id": 3},
+        {"evaluations": [2]},
+        {"evaluations": {"x": [[-1, 2.0]]}},
+        {"evaluations": {"x": [[1, [2]]]}},
+        {"reference": 1},
+    ):
+        values["kept"] = {"id": "ab", "evaluations": {}, "reference": {}, **wrong}
+        with pytest.raises(manifest.BrokenError, match="damaged"):
+            manifest.parse(json.dumps(manifest.sealed(values)).encode())
 
 
 @pytest.mark.parametrize(

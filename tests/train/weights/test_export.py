@@ -335,6 +335,44 @@ def test_a_start_writes_the_exports_that_are_missing(trained, tmp_path):
         start(folder, f"run.dir={tmp_path / 'other'}")
 
 
+def test_an_export_is_the_model_of_its_checkpoint(tmp_path, capsys):
+    """Also if the run goes back to an earlier step, another run names the folder, or the export is damaged."""
+    shutil.copytree(GOLDENS / "qwen3", tmp_path / "hf")
+    every = ("checkpoint={every: 1, keep: 9, export: {every: 1, path: %s}}" % (tmp_path / "exports"),)
+    start(tmp_path, *every)
+    kept = (tmp_path / "exports" / "1" / "model.safetensors").stat().st_mtime_ns
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / str(step))
+    (tmp_path / "exports" / "3" / "export.json").unlink()
+    (tmp_path / "exports" / "2024").mkdir()
+    start(tmp_path, *every, "optimizer.lr=0.1")
+    told = capsys.readouterr().err
+    assert "exports/2 is of a later step than 1, from which the run goes on. It is removed" in told
+    # Without its stamp it may be anybody's.
+    assert "exports/3 is of a later step than 1, from which the run goes on. It is renamed to 3.broken" in told
+    assert names(tmp_path / "exports") == ["1", "2", "2024", "3", "3.broken"]
+    assert (tmp_path / "exports" / "1" / "model.safetensors").stat().st_mtime_ns == kept
+
+    def check():
+        for step in ("1", "2", "3"):
+            assert export([str(tmp_path / "run" / "checkpoints" / step), str(tmp_path / "out")]) == 0
+            equal(tmp_path / "exports" / step, tmp_path / "out")
+            shutil.rmtree(tmp_path / "out")
+
+    check()
+    for step, name in ((1, "model.safetensors"), (2, "config.json"), (3, "export.json")):
+        file = tmp_path / "exports" / str(step) / name
+        content = bytearray(file.read_bytes())
+        content[-4] ^= 1
+        file.write_bytes(content)
+    start(tmp_path, *every, "optimizer.lr=0.1")
+    assert capsys.readouterr().err.count("of this run, or is damaged. It is re") == 3
+    check()
+    start(tmp_path, "train.steps=1", "checkpoint.export=null", f"run.dir={tmp_path / 'other'}")
+    with pytest.raises(jgt.InputError, match=r"has .*exports/\d already\. Name another folder, .* It is another run's"):
+        start(tmp_path, *every, f"run.dir={tmp_path / 'other'}")
+
+
 @pytest.mark.slow
 def test_an_export_that_fails_ends_nothing_but_the_last_one(trained, tmp_path, monkeypatch, capsys):
     shutil.copytree(trained / "gone", tmp_path / "hf")
