@@ -4,8 +4,8 @@ The harness asks three kinds of questions: how likely is a continuation after a 
 write after a context. How texts become tokens is the harness's code (`TemplateLM`) where it has some, and otherwise what its model `hf`
 does, so that both have the same results.
 
-Each answer is stored as soon as it is computed, in a file of the harness's own form whose name says which model it belongs to. An
-evaluation that was killed is continued by the same command, and another task that asks the same question finds the answer.
+Each answer is stored as soon as it is computed, in a file whose name says which model it belongs to (`answers.py`; the harness's own files
+are pickles). An evaluation that was killed is continued by the same command, and another task that asks the same question finds the answer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -35,6 +35,7 @@ from ..generate.generate import Generator
 from ..loaded import Loaded
 from ..setup import Setup
 from ..step.state import State
+from .answers import Answers
 from .likelihood import Row, Scorer, prefix_of, windows
 
 _RESAMPLES = 1_000
@@ -54,8 +55,8 @@ class Tasks:
             known = self._manager.all_tasks
             raise InputError([f"{where('tasks')} {task}: no such task. {nearest(task, known)}" for task in unknown])
 
-    def results(self, model: HarnessModel, answers: str | None = None) -> dict[str, Any]:
-        """The results as the harness has them. answers: the beginning of the name of the file in which answers are stored and found."""
+    def results(self, model: HarnessModel) -> dict[str, Any]:
+        """The results as the harness has them."""
         # The harness prints, and would fork this process, in which JAX has threads.
         os.environ["DISABLE_MULTIPROC"] = "1"
         with contextlib.redirect_stdout(sys.stderr):
@@ -64,7 +65,6 @@ class Tasks:
                 tasks=self._manager.match_tasks([*self._config.tasks]),
                 num_fewshot=self._config.fewshot,
                 limit=self._config.limit,
-                use_cache=answers,
                 bootstrap_iters=_RESAMPLES,
                 task_manager=self._manager,
             )
@@ -77,12 +77,12 @@ def evaluate_tasks(scorer: Scorer, config: EvalConfig, *, out: Path, identity: s
 
     identity: a name of the model that `scorer` has. Its answers are found again by it. Raises InputError.
     """
-    tasks, model = Tasks(config, lambda key: f"command line: --{key}"), HarnessModel(scorer, "command line: --tasks:")
+    tasks = Tasks(config, lambda key: f"command line: --{key}")
     out.mkdir(parents=True, exist_ok=True)
-    answers = out / f"answers-{identity}"
-    if stored := [file for file in out.glob(f"{answers.name}*") if file.is_file()]:
-        say(f"Earlier answers are read from {stored[0]}")
-    results = tasks.results(model, str(answers))
+    answers = Answers(file := out / f"answers-{identity}.jsonl", identity)
+    if len(answers):
+        say(f"Earlier answers are read from {file}")
+    results = tasks.results(HarnessModel(scorer, "command line: --tasks:", answers))
     results["config"] |= {"model": "jgt", "model_args": {"identity": identity, "step": scorer.loaded.step}}
     file = out / f"results_{datetime.now().isoformat().replace(':', '-')}.json"
     file.write_text(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
@@ -133,14 +133,15 @@ class TasksOfRun:
 class HarnessModel(TemplateLM):  # pyright: ignore[reportUntypedBaseClass]
     """A model of jgt, as the harness asks it. prefix_token_id: the context of a text that has none.
 
-    where: what an error is about. gathers: see `Generator`.
+    where: what an error is about. answers: the stored ones. gathers: see `Generator`.
     """
 
     prefix_token_id: int = 0
 
-    def __init__(self, scorer: Scorer, where: str, *, gathers: bool = False):
+    def __init__(self, scorer: Scorer, where: str, answers: Answers | None = None, *, gathers: bool = False):
         super().__init__()
         self._scorer, self._where, self._gathers, self._texts = scorer, where, gathers, None
+        self._answers = Answers() if answers is None else answers
         tokenizer, self.max_length = scorer.loaded.tokenizer, scorer.loaded.config.seq
         if tokenizer is None or not prefix_of(tokenizer):
             lacks = "no tokenizer" if tokenizer is None else "a tokenizer without a token that begins or ends a text"
@@ -167,36 +168,45 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportUntypedBaseClass]
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
-        rows = list[Row]()
-        for (_, continuation), context, tokens in requests:
+        rows, answers, missing = list[Row](), self._found("loglikelihood", [pair for pair, _, _ in requests]), list[int]()
+        for index, ((_, continuation), context, tokens) in enumerate(requests):
+            if index in answers:
+                continue
             if len(tokens) > self.max_length:
                 why = f"has {len(tokens)} tokens, more than the model's sequence length {self.max_length}"
                 raise InputError([f"{self._where} a task's continuation {continuation[:40]!r} {why}"])
             kept = (context + tokens)[-self.max_length - 1 :]
             rows.append(Row(tokens=kept, first=len(kept) - len(tokens)))
-        answers = dict[int, tuple[float, bool]]()
-        for index, score in self._scorer.scores(rows, what="continuations"):
-            answers[index] = (-score.nats, score.is_greedy)
-            self.cache_hook.add_partial("loglikelihood", requests[index][0], answers[index])
-        return [answers[index] for index in range(len(requests))]
+            missing.append(index)
+        for n, score in self._scorer.scores(rows, what="continuations"):
+            answers[missing[n]] = (-score.nats, score.is_greedy)
+            self._answers.add("loglikelihood", requests[missing[n]][0], answers[missing[n]])
+        return [tuple(answers[index]) for index in range(len(requests))]
+
+    def _found(self, kind: str, questions: Sequence[Sequence[Any]]) -> dict[int, Any]:
+        """The stored answers, by the index of the question."""
+        return {index: found for index, question in enumerate(questions) if (found := self._answers.find(kind, question)) is not None}
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each text, in windows that score each token once."""
         texts: list[str] = [request.args[0] for request in requests]
-        rows = [
-            list(windows([self.prefix_token_id, *self.tok_encode(text)], seq=self.max_length, stride=self.max_length)) for text in texts
-        ]
-        found = [0.0] * len(texts)
-        for index, nats in self._scorer.sums(rows, what="windows"):
-            found[index] = -nats
-            self.cache_hook.add_partial("loglikelihood_rolling", (texts[index],), -nats)
-        return found
+        found = self._found("loglikelihood_rolling", [[text] for text in texts])
+        missing = [index for index in range(len(texts)) if index not in found]
+        tokens = ([self.prefix_token_id, *self.tok_encode(texts[index])] for index in missing)
+        rows = [list(windows(some, seq=self.max_length, stride=self.max_length)) for some in tokens]
+        for n, nats in self._scorer.sums(rows, what="windows"):
+            found[missing[n]] = -nats
+            self._answers.add("loglikelihood_rolling", [texts[missing[n]]], -nats)
+        return [found[index] for index in range(len(texts))]
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """The text that the model writes after each context, up to a stop string."""
-        found, alike = [""] * len(requests), dict[str, list[int]]()
+        # Texts that are drawn differ each time.
+        is_stored = [not request.args[1].get("do_sample", False) for request in requests]
+        found, alike = self._found("generate_until", [request.args for request in requests]), dict[str, list[int]]()
         for index, request in enumerate(requests):
-            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(index)
+            if index not in found or not is_stored[index]:
+                alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(index)
         for some in alike.values():
             settings = _settings(requests[some[0]].args[1], self._where)
             room = self.max_length - settings["tokens"]
@@ -208,8 +218,9 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportUntypedBaseClass]
                 if piece.answer.reason:
                     index = some[piece.answer.number[0]]
                     found[index] = piece.answer.text
-                    self.cache_hook.add_partial("generate_until", requests[index].args, found[index])
-        return found
+                    if is_stored[index]:
+                        self._answers.add("generate_until", requests[index].args, found[index])
+        return [found[index] for index in range(len(requests))]
 
     @property
     def _generator(self) -> Generator:
