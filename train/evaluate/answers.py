@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jgt.document import InputError
-
 from ..checkpoint.disk import write_whole
 from ..checkpoint.manifest import sealed
 from ..command_line import say
@@ -31,16 +29,13 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
 
 
 class Answers:
-    """The answers in a file. path: None stores nothing. model: the identity of the model. Raises InputError if the disk fails."""
+    """The answers in a file. path: None stores nothing. model: the identity of the model. Raises OSError."""
 
     def __init__(self, path: Path | None = None, model: str = ""):
-        self._path, self._model, self._known = path, model, dict[str, Any]()
+        self._model, self._known = model, dict[str, Any]()
         self._file = None if path is None else AppendedFile(path)
         if path is not None and os.path.lexists(path):
-            try:
-                self._read(path)
-            except OSError as error:
-                raise self._error(error) from error
+            self._read(path)
 
     def __len__(self) -> int:
         return len(self._known)
@@ -53,10 +48,7 @@ class Answers:
     def add(self, kind: str, question: Sequence[Any], answer: Any) -> None:
         """Stores an answer."""
         if self._file is not None:
-            try:
-                self._file.write(self._line(_key(kind, question), answer))
-            except OSError as error:
-                raise self._error(error) from error
+            self._file.write(self._line(_key(kind, question), answer))
 
     def _line(self, key: str, answer: Any) -> bytes:
         return json.dumps(sealed({"model": self._model, "question": key, "answer": answer})).encode() + b"\n"
@@ -73,9 +65,6 @@ class Answers:
             path.rename(aside := next(name for name in names if not os.path.lexists(name)))
             write_whole(path, b"".join(self._line(key, answer) for key, answer in self._known.items()))
             say(f"{path}: {bad} of {len(lines)} stored answers are damaged, or are another model's. They are computed again; see {aside}")
-
-    def _error(self, error: OSError) -> InputError:
-        return InputError([f"{self._path}: answers cannot be stored: {error.strerror or error}. Name another folder (--out)"])
 
 
 def _key(kind: str, question: Sequence[Any]) -> str:

@@ -2,16 +2,18 @@
 
 `train.loss: dpo` compares the model with the one that it began as (`train.step.preference`). That one never changes, so a run computes its
 log-probabilities once, before the first step, and keeps them in its directory. No step holds a second model, and a run that resumes on
-another mesh reads the same bits. Without the file they are computed again, from the state that the run's config begins with.
+another mesh reads the same bits. The checkpoints of the run have a checksum of the file, and what the model was that it was computed with.
+If the file is lost or damaged, it is computed again with the same model, and refused with another one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import io
 import json
 import math
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +23,13 @@ import numpy as np
 
 from jgt.document import InputError
 
-from ..checkpoint.disk import write_whole
+from ..checkpoint.bucket_steps import seal, unseal
+from ..checkpoint.disk import open_file, write_whole
+from ..checkpoint.manifest import BrokenError, UnsignedError
+from ..checkpoint.signature import read_key
+from ..checkpoint.steps import open_steps
 from ..command_line import say
+from ..config import Run
 from ..data.batches import Data
 from ..processes.processes import this_process, true_on_all_processes
 from ..sections import DPO
@@ -35,6 +42,7 @@ SCORES = "reference.npz"
 """The file of the log-probabilities in a run's directory."""
 _REPORT_SECONDS = 5.0
 _READ = ("inputs", "targets", "weights")
+_MOST_BYTES = 1 << 30
 _DATA = "data"
 """The name in the file of the identity of the pairs and of the model."""
 
@@ -46,14 +54,15 @@ def with_reference(
 
     first: makes the state before the first step, where the run's directory may lack the numbers, and gets them. say: prints a line for a
     person. has_begun: whether the run has taken steps. Before them, the numbers are computed at each start, because `checkpoint.weights`
-    may name a run that still trains. Raises InputError if they are missing without `first`, and OSError where they cannot be stored.
+    may name a run that still trains. Raises InputError if they are missing or damaged without `first`, and OSError where they cannot be
+    stored.
     """
     config = setup.run.config
     if config.train.loss != DPO or not data.pairs:
         return data
     model = [repr(config.model), repr(config.lora), config.checkpoint.weights, config.run.seed]
     file, identity = config.run.path / SCORES, json.dumps([data.fingerprint, model], sort_keys=True)
-    known = _read(file, identity) if has_begun else None
+    known = _read(file, identity) if has_begun and checksum(file) == reference_of(setup.run).get("sha256") else None
     if known is None and first is None:
         raise InputError(
             [f"{file}: lacks the reference's log-probabilities of these pairs. The run computes them when it is started again"]
@@ -63,9 +72,28 @@ def with_reference(
         known = {name: np.concatenate([*_scores(setup, state, samples, name, say)]) for name, samples in data.pairs.items()}
         if this_process() == 0:
             np.savez(buffer := io.BytesIO(), allow_pickle=False, **{_DATA: np.array(identity)}, **known)
-            write_whole(file, buffer.getvalue())
+            write_whole(file, seal(SCORES, buffer.getvalue()))
     assert known is not None
     return data.with_column(REFERENCE, known)
+
+
+def reference_of(run: Run) -> Mapping[str, Any]:
+    """The reference as the newest checkpoint that can be read has it: `origin` and `model`, of the parameters, and `sha256`, of the file.
+
+    Empty if it says nothing. Raises OSError.
+    """
+    steps = open_steps(run.config.run.checkpoints, read_key(run.config.checkpoint.key))
+    for step in reversed(steps.listed()):
+        with contextlib.suppress(BrokenError, UnsignedError):
+            return steps.saved(step).manifest.kept.reference
+    return {}
+
+
+def checksum(file: Path) -> str | None:
+    """The SHA-256 of a file; None if it cannot be read, or is no file that a run has written."""
+    with contextlib.suppress(OSError), open_file(file) as opened:
+        return hashlib.sha256(opened.read(_MOST_BYTES)).hexdigest()
+    return None
 
 
 def _scores(setup: Setup, state: State, samples: Any, name: str, say: Callable[[str], None]) -> Iterator[np.ndarray]:
@@ -89,8 +117,12 @@ def _scores(setup: Setup, state: State, samples: Any, name: str, say: Callable[[
 
 def _read(file: Path, identity: str) -> Mapping[str, np.ndarray] | None:
     """The stored log-probabilities; None if they are of other pairs or another model, or the file is damaged."""
-    try:
-        with np.load(io.BytesIO(file.read_bytes()), allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files if name != _DATA} if str(stored[_DATA]) == identity else None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return None
+    # For what is no such archive, zipfile and numpy raise errors of a dozen types.
+    with contextlib.suppress(Exception):
+        with open_file(file) as opened:
+            content = bytes(unseal(SCORES, opened.read(_MOST_BYTES)))
+        with np.load(io.BytesIO(content), allow_pickle=False) as stored:
+            # Written without compression: nothing in it unpacks to more.
+            if str(stored[_DATA]) == identity and sum(entry.file_size for entry in stored.zip.infolist()) < len(content):
+                return {name: stored[name] for name in stored.files if name != _DATA}
+    return None

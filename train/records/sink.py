@@ -79,8 +79,9 @@ class AppendedFile:
             self._whole = os.fstat(descriptor).st_size
             write_all(descriptor, record)
             self._whole = None
-        except OSError:
+        except OSError as error:
             self._repair(descriptor)
+            error.filename = str(self._path)
             raise
         finally:
             os.close(descriptor)

@@ -76,6 +76,7 @@ class Loop:
         self._config = self.setup.run.config
         self._ended_at: int | None = None
         """The step at which the run has ended early, if it has."""
+        self.checkpoints.kept = self._kept
         self._feed = Feed(self.data, self.setup)
         self._check_lock = (lambda: None) if self.lock is None else self.lock.check
         self._eval_step: Any = None
@@ -222,7 +223,7 @@ class Loop:
     def _begun(self, position: Position) -> tuple[Progress, Saves]:
         self._position = position
         progress = Progress(self.setup, self.screen, self.records, position.step, self.data.train_sequences)
-        return progress, Saves(self.setup, self.data, self.checkpoints, self.watch, self.records, self._phase, position.step, self._kept)
+        return progress, Saves(self.setup, self.data, self.checkpoints, self.watch, self.records, self._phase, position.step)
 
     def _kept(self) -> Kept:
         evaluations, kept = self.evaluations, self._position.kept

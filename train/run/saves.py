@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 import jax
 
 from ..checkpoint.checkpoint import Checkpoints, SaveError
-from ..checkpoint.manifest import Kept
 from ..checkpoint.restore import first_line
 from ..command_line import InUseError, may_have_fewer, say
 from ..data.batches import Data
@@ -45,10 +44,7 @@ _SOONER = 0.1
 
 @dataclass
 class Saves:
-    """The saves of one start of a run. step: the step from which it trains. phase(name, **details): as in `train.run.start`.
-
-    kept(): what a checkpoint of this moment keeps beside its arrays.
-    """
+    """The saves of one start of a run. step: the step from which it trains. phase(name, **details): as in `train.run.start`."""
 
     setup: Setup
     data: Data
@@ -57,7 +53,6 @@ class Saves:
     records: Records
     phase: Callable[..., AbstractContextManager[None]]
     step: int
-    kept: Callable[[], Kept] = Kept
 
     def __post_init__(self) -> None:
         self._begun, self._saved, self._is_wanted = time.monotonic(), self.step, False
@@ -144,7 +139,7 @@ class Saves:
         self.data.check()
         state = position.state if position.base is None else replace(position.state, frozen={})
         data = self.data.stored(position.samples)
-        self.checkpoints.save(self.setup.to_save(state), position.step, position.samples, position.phase, position.base, data, self.kept())
+        self.checkpoints.save(self.setup.to_save(state), position.step, position.samples, position.phase, position.base, data)
         self._saved, self._failure = position.step, None
 
     def _wait(self, share: float) -> None:

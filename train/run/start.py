@@ -59,7 +59,7 @@ class Position:
     """The progress of a run: its state, the updates so far, the sequences of training data consumed, and the steps since an exchange.
 
     base: published weights that hold the frozen parameters, so that no checkpoint needs them. data: what the checkpoint has about the place
-    in the data. kept: what else it has. origin: for a new run, what its parameters are, as `Kept.reference` has it.
+    in the data. kept: what else it has. origin: for a new run, where its parameters are from, for messages.
     """
 
     state: State
@@ -69,7 +69,7 @@ class Position:
     base: Base | None = None
     data: tuple[str, ...] = ()
     kept: Kept = field(default_factory=lambda: Kept(id=_new_id()))
-    origin: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    origin: str = "seed"
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ class Start:
         where = f"{self.setup.run.where('checkpoint.weights')}: checkpoint.weights"
         saved, model = self._restore_elsewhere(where, place_of(weights), partial(self._restore_model, state))
         self.say(f"Starts with the parameters of {saved.folder}")
-        return Position(state=self.setup.with_model(state, *model), base=inherited_base(saved, self.setup.saved_shapes.frozen))
+        base = inherited_base(saved, self.setup.saved_shapes.frozen)
+        return Position(state=self.setup.with_model(state, *model), base=base, origin=str(saved.folder))
 
     def _published(self, state: State, place: str) -> Position:
         """The position with the parameters of a published model, if its folder has files."""
@@ -144,7 +145,7 @@ class Start:
             first = self.setup.last_params(state)
             params, base = published_params(self.setup, folder, first), base_in(place, self.setup.saved_shapes.frozen)
         self.say(f"Starts with the parameters of {place}")
-        return Position(state=self.setup.with_model(state, params, {}), base=base)
+        return Position(state=self.setup.with_model(state, params, {}), base=base, origin=place)
 
     def _restore_elsewhere(self, where: str, path: Path | str, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored]:
         restored = self._restore(search_elsewhere(path, read_key(self.setup.run.config.checkpoint.key)), restore)

@@ -24,7 +24,7 @@ from ..command_line import Exit, InUseError, say
 from ..config import Run
 from ..data.batches import Data
 from ..data.mapped import DataChangedError
-from ..evaluate.reference import with_reference
+from ..evaluate.reference import SCORES, checksum, reference_of, with_reference
 from ..export.exports import Exports
 from ..hooks import Alerts, Hooks
 from ..processes.processes import agree_on_input, clock_ahead, number_of_processes, shared_store, this_process
@@ -39,8 +39,10 @@ from ..records.status import Status
 from ..records.step_range import StepRange
 from ..records.summary import describe_data, describe_size, describe_start, describe_sync
 from ..records.timeline import OTHER
+from ..sections import DPO
 from ..setup import Setup
 from ..setup.xla import open_devices
+from ..step.state import State
 from ..store.lease import Lease
 from ..store.mirror import Mirror
 from ..verify.background import LayoutCheck
@@ -50,6 +52,7 @@ from .history import begin_folder
 from .identity import Resume, fingerprints
 from .loop import Loop, lost_records
 from .opened import evaluations_of, hooks_of, open_run, open_tasks
+from .replay import digest_of_arrays
 from .start import Position, Start
 
 _COPY_SECONDS = 2.0
@@ -126,14 +129,13 @@ def train(
         )
         profiler = closing.enter_context(contextlib.closing(Profiler(profiled, folder, process, screen)))
         with _closed_afterwards(checkpoints, records):
-            data = _with_reference(setup, data, watch, records, screen, has_begun=checkpoints.newest() > 0)
+            data, reference = _with_reference(setup, data, watch, records, screen, has_begun=checkpoints.newest() > 0)
             called = Hooks(hooks, setup, watch, records) if hooks else None
             layout = closing.enter_context(contextlib.closing(LayoutCheck(run, records.event, records.alert, watch.request)))
             watch.begin_unlimited("comparing the layout with one device")
             layout.begin(screen.say)
-            loop = Loop(
-                setup, data, screen, records, checkpoints, exports, watch, faults, profiler, lock, tasks, evaluations, called, layout
-            )
+            parts = (checkpoints, exports, watch, faults, profiler, lock, tasks, evaluations, called, layout, reference)
+            loop = Loop(setup, data, screen, records, *parts)
             position = loop.run(resume)
             done = position.step >= loop.last_step
     if on_end is not None:
@@ -141,15 +143,33 @@ def train(
     return _exit_code(Exit.DONE if done else stopped_code, lost_records(screen, records))
 
 
-def _with_reference(setup: Setup, data: Data, watch: Watch, records: Records, screen: Screen, *, has_begun: bool) -> Data:
-    """The data, in which pairs of answers have their log-probabilities under the model before the first step."""
-    if not data.pairs:
-        return data
+def _with_reference(
+    setup: Setup, data: Data, watch: Watch, records: Records, screen: Screen, *, has_begun: bool
+) -> tuple[Data, Mapping[str, Any] | None]:
+    """The data, in which pairs of answers have their log-probabilities under the model before the first step; and `Kept.reference`.
+
+    Raises InputError if they have to be computed again, and the run would begin with another model now.
+    """
+    if setup.run.config.train.loss != DPO or not data.pairs:
+        return data, None
     # Silent: what the run begins with is said when it begins.
     start = Start(setup, data.fingerprint, lambda name, **details: contextlib.nullcontext(), lambda line: None)
+    known, file = dict(reference_of(setup.run) if has_begun else {}), setup.run.config.run.path / SCORES
+
+    def first() -> State:
+        position = start.fresh()
+        state, was = position.state, {**known}
+        model = setup.model_params(setup.eval_params(state)), setup.eval_variables(state)
+        known.update(origin=position.origin, model=int(digest_of_arrays(model)))
+        if was.get("model", known["model"]) != known["model"]:
+            why = f"is lost or damaged, and {position.origin} has other parameters than {was.get('origin')} had when it was computed"
+            raise InputError([f"{file}: {why}. Put the file or those parameters back, or begin another run (run.name=...)"])
+        return state
+
     with watch.phase("eval"), records.phase("eval", step=0, what="reference"):
         watch.begin_unlimited("scoring pairs of answers with the model before the first step")
-        return with_reference(setup, data, lambda: start.fresh().state, screen.say, has_begun=has_begun)
+        data = with_reference(setup, data, first, screen.say, has_begun=has_begun)
+    return data, {**known, "sha256": checksum(file)}
 
 
 def _claim_folder(run: Run, data: Data, resume: Resume, screen: Screen, closing: contextlib.ExitStack) -> Lock | Lease:

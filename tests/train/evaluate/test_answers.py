@@ -7,9 +7,9 @@ import stat
 
 import pytest
 
-from jgt.document import InputError
 from train.checkpoint.manifest import sealed
 from train.evaluate.answers import Answers
+from train.records.sink import AppendedFile
 
 STORED = [
     ("loglikelihood", ("a question", "an answer"), (-1.2345678901234567, True)),
@@ -109,6 +109,11 @@ def test_a_hostile_file_runs_nothing_and_blocks_nothing(kind, path, tmp_path, ca
     assert other.read_bytes() == before and not (tmp_path / "ran").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_wrong_input(tmp_path):
-    with pytest.raises(InputError, match=r"none/a\.jsonl: answers cannot be stored: No such file.* Name another folder \(--out\)"):
+def test_an_answer_that_cannot_be_stored_names_its_file(tmp_path):
+    """The command ends with a line and exit code 1."""
+    with pytest.raises(FileNotFoundError, match=r"none/a\.jsonl"):
         Answers(tmp_path / "none" / "a.jsonl", "model").add(*STORED[0])
+    (full := tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        AppendedFile(full).write(b"line")
+    assert caught.value.filename == str(full)

@@ -1,15 +1,20 @@
 """Runs on preferences: the reference is the model before the first step, computed once, whatever happens to the run."""
 
+import io
 import json
 import math
+import os
+import shutil
+import zipfile
 
 import numpy as np
 import pytest
 
 pytest.importorskip("jinja2")
 from jgt.document import InputError
+from train.checkpoint.bucket_steps import seal
 from train.data.opening import open_data
-from train.evaluate.reference import SCORES, with_reference
+from train.evaluate.reference import SCORES, _read, checksum, with_reference
 from train.run.history import begin_folder
 from train.run.identity import Resume, check_folder
 from train.run.replay import replay
@@ -104,6 +109,59 @@ def test_a_lost_file_is_computed_again(run_of, tmp_path, stopped_at):
     train(run_of())
     assert file.read_bytes() == before
     assert replay(run_of(), 4).fault == "none"
+
+
+def test_a_damaged_file_is_never_computed_with_another_model(run_of, tmp_path, stopped_at):
+    base = ["train.loss=dpo", "optimizer.lr=0.1", f"run.dir={tmp_path / 'base'}"]
+    train(run_of(*base, "train.steps=2"))
+    weights = f"checkpoint.weights={tmp_path / 'base'}"
+    with stopped_at(3):
+        train(run_of(weights))
+    before = (file := tmp_path / "run" / SCORES).read_bytes()
+    shutil.copytree(tmp_path / "base", tmp_path / "first")
+    train(run_of(*base, "train.steps=4"))
+    flipped = bytearray(before)
+    flipped[300] ^= 8
+    for damaged in (bytes(flipped), before[: len(before) // 2], None):
+        file.unlink() if damaged is None else file.write_bytes(damaged)
+        with pytest.raises(InputError, match=r"reference\.npz: is lost or damaged, and .*/4 has other parameters than .*/2 had"):
+            train(run_of(weights))
+    # With the same parameters as before, in any folder, it is the same file.
+    train(run_of("checkpoint.weights=%s" % (tmp_path / "first")), Resume(allow=("checkpoint.weights",)))
+    assert losses(tmp_path / "run")[1] == pytest.approx(math.log(2), abs=1e-6) and len(losses(tmp_path / "run")) == 4
+    train(run_of("checkpoint.weights=%s" % (tmp_path / "first"), f"run.dir={tmp_path / 'whole'}"))
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def archive(method=zipfile.ZIP_STORED, **arrays):
+    with zipfile.ZipFile(buffer := io.BytesIO(), "w", method) as file:
+        for name, array in arrays.items():
+            with file.open(f"{name}.npy", "w") as member:
+                np.lib.format.write_array(member, array)
+    return buffer.getvalue()
+
+
+def test_no_damaged_or_hostile_file_is_read(tmp_path):
+    file, identity = tmp_path / SCORES, np.array("pairs")
+    scores = {"train": np.arange(8, dtype=np.float32).reshape(4, 2)}
+    whole = seal(SCORES, archive(data=identity, **scores))
+    file.write_bytes(whole)
+    np.testing.assert_array_equal(_read(file, "pairs")["train"], scores["train"])
+    assert _read(file, "other pairs") is None
+    for place in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[place // 8] ^= 1 << place % 8
+        file.write_bytes(flipped)
+        assert _read(file, "pairs") is None
+    bomb = archive(zipfile.ZIP_DEFLATED, data=identity, train=np.zeros(1 << 24, np.float32))
+    method = bytearray(archive(data=identity, **scores))
+    method[method.index(b"PK\1\2") + 10] = 99
+    for content in (bomb, bytes(method), archive(**scores), b"", b"PK"):
+        file.write_bytes(seal(SCORES, content))
+        assert _read(file, "pairs") is None
+    file.unlink()
+    os.mkfifo(file)
+    assert _read(file, "pairs") is None and checksum(file) is None
 
 
 def test_a_run_keeps_the_model_that_its_reference_came_from(run_of, tmp_path):
