@@ -1,10 +1,13 @@
 """Streams of the user's own: the same samples after a resume and on any number of processes, and what is refused."""
 
+import collections
 import itertools
+import json
 import random
 from collections import Counter
 
 import grain
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -98,6 +101,20 @@ def ids(data, count, rows=range(BATCH), start=0):
 
 def rows_of(process, processes):
     return range(process * BATCH // processes, (process + 1) * BATCH // processes)
+
+
+Point = collections.namedtuple("Point", "x y")
+ODD_STATES = [
+    np.array([(1, 0.5)], dtype=[("i", "i4"), ("f", "f4")]),
+    np.array([(1, 0.5)], dtype=[("i", "i4"), ("f", "f4")])[0],
+    np.ones(3, jnp.bfloat16),
+    jnp.bfloat16(1),
+    np.ones(3, jnp.float8_e4m3fn),
+    np.ma.masked_array([1, 2], mask=[True, False]),
+    np.array([1, 2]).view(np.recarray),
+    Point(1, 2),
+    10**5000,
+]
 
 
 # -- resuming ------------------------------------------------------------------------------------------------------
@@ -224,6 +241,10 @@ def test_a_state_that_cannot_be_stored_is_refused_at_the_start():
 
     with pytest.raises(InputError, match=r"state_dict\(\) returned a state that cannot be stored: it has a value of type Generator\."):
         opened(Odd)
+    for odd in ODD_STATES:
+        Odd.state_dict = lambda self, odd=odd: {"inner": [odd]}
+        with pytest.raises(InputError, match=r"returned a state that cannot be stored: .*Make it of dicts, lists, tuples"):
+            opened(Odd)
 
 
 def test_a_buffer_is_for_streams():
@@ -298,3 +319,11 @@ def test_states_are_stored_as_they_are():
     for odd in ({1, 2}, object(), np.array([object()])):
         with pytest.raises(TypeError, match="it has a value of type"):
             encoded([odd])
+
+
+@pytest.mark.parametrize("dtype", ["?", "<u2", ">i4", "f2", ">f8", "c16", "U3", "S2", "M8[ns]", "m8[s]"])
+def test_an_array_of_any_plain_type_is_stored_as_it_is(dtype):
+    for array in (np.arange(6).astype(np.dtype(dtype)).reshape(2, 3).T, np.zeros((0, 2), dtype), np.ones((), dtype)[()]):
+        found = decoded(json.loads(json.dumps(encoded([array]))))[0]
+        assert type(found) is type(array) and found.dtype == array.dtype
+        np.testing.assert_array_equal(found, array)

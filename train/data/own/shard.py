@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,7 +66,7 @@ class StreamSource:
         self.element: SampleShapes = shapes_of(first, where)
         self.first = checked(first, self.element, where, "sample 0")
         self.has_state = begin.has_state
-        # A state that cannot be stored is wrong input now, and not when the first checkpoint is due.
+        # A state that cannot be stored and loaded is wrong input now, and not when a restart needs it.
         begin.state()
         begin.close()
 
@@ -113,8 +114,9 @@ class Pass:
         save = self._methods[0]
         state = asked(self._where, save.__name__, save)
         try:
-            return encoded(state)
-        except TypeError as error:
+            # As a checkpoint has it, which is text.
+            return json.loads(json.dumps(encoded(state)))
+        except (TypeError, ValueError, RecursionError) as error:
             raise InputError([f"{self._where}: {save.__name__}() returned a state that cannot be stored: {error}. {_KINDS}"]) from None
 
     def next(self, what: str) -> Any:
@@ -243,21 +245,23 @@ def _methods(made: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None
 
 def encoded(state: Any) -> Any:
     """A state as JSON has it. A copy: what the stream does with the state later does not change it. Raises TypeError."""
-    if state is None or isinstance(state, bool | str) or type(state) in (int, float):
+    if state is None or type(state) in (bool, str, int, float):
         return state
     if isinstance(state, dict):
         return {"dict": [[encoded(key), encoded(value)] for key, value in state.items()]}
-    if isinstance(state, tuple | list):
+    if type(state) in (tuple, list):
         return {"tuple" if isinstance(state, tuple) else "list": [encoded(value) for value in state]}
-    if isinstance(state, bytes):
+    if type(state) is bytes:
         return {"bytes": base64.b64encode(state).decode()}
-    if isinstance(state, np.ndarray | np.generic) and not state.dtype.hasobject:
+    # Neither a subclass, such as an array with a mask, nor a type that its text does not name: records, and those of ml_dtypes.
+    is_plain = type(state) is np.ndarray or isinstance(state, np.generic)
+    if is_plain and not state.dtype.hasobject and np.dtype(state.dtype.str) == state.dtype:
         return {
             "array": base64.b64encode(np.ascontiguousarray(state).tobytes()).decode(),
             "dtype": state.dtype.str,
             "shape": list(state.shape),
         }
-    raise TypeError(f"it has a value of type {type(state).__name__}")
+    raise TypeError(f"it has a value of type {type(state).__name__}" + (f" of {state.dtype}" if hasattr(state, "dtype") else ""))
 
 
 def decoded(value: Any) -> Any:
