@@ -276,6 +276,11 @@ class ExportConfig:
     path: LocalPath
     dtype: Literal["f32", "bf16"] = "f32"
 
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """The path must name a folder of its own."""
+        if not Path(self.path).name:
+            yield "path", f"{document.shown(self.path)} names no folder of its own. Name one, such as exports"
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:

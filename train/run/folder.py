@@ -53,7 +53,7 @@ class Lock:
     """The lock on a run directory. file: the lock file, open and locked."""
 
     def __init__(self, path: Path, file: TextIO):
-        self._path = path
+        self._path, self._here = path, Path.cwd()
         self._inode = _inode(os.fstat(file.fileno()))
 
     def is_held(self) -> bool:
@@ -66,6 +66,9 @@ class Lock:
     def check(self) -> None:
         """Raises InUseError if the lock file is not the one that was locked."""
         if not self.is_held():
+            if not self._path.is_absolute() and self._here != (now := Path.cwd()):
+                why = f"the run's own code has changed the working directory from {self._here} to {now}, and run.dir is relative to it"
+                raise InUseError(f"{why}. Change it back there, or name an absolute run.dir")
             gone = f"{self._path} was removed or replaced while this run was using it, so another run may be using the directory"
             raise InUseError(f"{gone}. This one stops, and writes nothing more there")
 

@@ -170,7 +170,10 @@ class Bucket:
         self.remove([name])
         if created != 1:
             why = "the store ignores the conditions of writes (If-None-Match), so it cannot keep two runs apart"
-            raise InputError([f"{self._url}: {why}. Use a store that has them, such as S3 or GCS, or a folder"])
+            remedy = "Use a store that has them, such as S3 or GCS, or a folder"
+            if not created:
+                why, remedy = "no object can be created there: the store has no such bucket", "Check the name of the bucket, or create it"
+            raise InputError([f"{self._url}: {why}. {remedy}"])
 
     @property
     def _store(self) -> Any:

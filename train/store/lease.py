@@ -38,7 +38,7 @@ class Lease:
         self.start = secrets.token_hex(8)
         self._values = {"start": self.start, "spool": spool, "host": socket.gethostname(), "pid": os.getpid(), "seconds": seconds}
         self._version, self._count, self._answered = ABSENT, 0, _now()
-        self._is_lost = self._closed = False
+        self._is_lost = self._is_gone = self._closed = False
         self._news = threading.Condition()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
 
@@ -57,7 +57,8 @@ class Lease:
     def check(self) -> None:
         """Raises InUseError if another run has the lease."""
         if self._is_lost:
-            raise InUseError(f"another run has taken the lease of {self._bucket.url()}. This one stops, and writes nothing more there")
+            who = "somebody has removed" if self._is_gone else "another run has taken"
+            raise InUseError(f"{who} the lease of {self._bucket.url()}. This one stops, and writes nothing more there")
 
     def take(self) -> None:
         """Waits for the lease while its version does not change. Raises InUseError if another run holds it, and OSError."""
@@ -122,6 +123,7 @@ class Lease:
         try:
             found = self._bucket.read(_NAME)
         except FileNotFoundError:
+            self._is_gone = True
             return False
         except OSError:
             # Nothing is known; the next renewal asks again.

@@ -222,8 +222,8 @@ def adopt_spool(bucket: Bucket, folder: Path) -> None:
 
 
 def spool_of(folder: Path) -> str:
-    """The identity of a spool that was filled, which no other folder has."""
-    return str(_parsed(_read(folder / SPOOL)).get("folder"))
+    """The identity of a spool that was filled, which no other folder has, not even a copy of it."""
+    return f"{_parsed(_read(folder / SPOOL)).get('folder')}-{folder.stat().st_ino}"
 
 
 def _there(bucket: Bucket) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 Frozen parameters are most of a model, and never change. Stored once more in each checkpoint, they would cost more than all that is
 trained. But a checkpoint whose parameters were silently others would be worse than a large one. All fine-tuned models of one kind have
-the same tensors, names and shapes, so the identity also covers a sample of the contents of each tensor. It covers neither the name of the
-folder nor how many files the tensors are in.
+the same tensors, names and shapes, so the identity also covers a sample of the contents of each tensor, and then all contents: training
+may change a few rows only. The first process alone reads all of them. The identity covers neither the name of the folder nor how many files
+the tensors are in.
 
 Frozen parameters that were made from random values, or came from another run's checkpoint, are in no folder, and are stored.
 """
@@ -14,6 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,7 +41,10 @@ from .safetensors import Tensor, open_folder
 ALLOWED = "base"
 """The name for `--allow-change`, to train on with other contents of the folder."""
 _SAMPLE = 4096
-"""The bytes of each tensor that its identity covers, from the middle. Of norms, these are all."""
+"""The bytes of each tensor in the sample, from the middle. Of norms, these are all."""
+_SAMPLED = 64
+"""The length of the part of an identity that is about samples."""
+_PART, _THREADS = 1 << 24, 8
 _Result = TypeVar("_Result")
 
 
@@ -52,7 +57,7 @@ def base_in(place: str, frozen: Any) -> Base | None:
     if not arrays:
         return None
     path = place if is_url(place) else str(Path(place).absolute())
-    return agreed(lambda: Base(path=path, sha256=identity(local_folder(place)), arrays=arrays), lambda base: base.sha256)
+    return agreed(lambda: Base(path=path, sha256=identity(local_folder(place)), arrays=arrays), lambda base: base.sha256[:_SAMPLED])
 
 
 def resumed_base(saved: SavedStep, model: Any, frozen: Any) -> Base | None:
@@ -82,7 +87,7 @@ def open_base(base: Base, model: Any, shapes: Any, *, allow: Sequence[str] = ())
         remedy = "Name the folder where the model is now: model.hf=FOLDER (to train on, with --allow-change model.hf)"
         raise InputError([f"{place}: {why}. {remedy}"])
     files = open_files(published(folder), model, shapes)
-    if ALLOWED not in allow and identity(folder) != base.sha256:
+    if ALLOWED not in allow and not has_identity(folder, base.sha256):
         why = "its tensors are not those that the run froze. Its checkpoints leave them out"
         remedy = f"Put the model back, or name its folder (model.hf=FOLDER). --allow-change {ALLOWED} trains on with what is there"
         raise InputError([f"{place}: {why}. {remedy}"])
@@ -131,19 +136,44 @@ def _place_of(base: Base, model: Any) -> str:
 
 
 def identity(folder: Path) -> str:
-    """A SHA-256 of names, types, shapes and sampled contents of all tensors of a folder. Raises InputError and DiskError."""
+    """A SHA-256 of names, types, shapes and sampled contents of all tensors of a folder; in the first process, another one of all contents.
+
+    Raises InputError and DiskError.
+    """
+    tensors = sorted(open_folder(folder).tensors.items())
+    return _digest(tensors, _sampled) + (_digest(tensors, _whole) if jax.process_index() == 0 else "")
+
+
+def has_identity(folder: Path, known: str) -> bool:
+    """Whether a folder has an identity, as far as this process sees. One of an earlier version has no part for all contents."""
+    found = identity(folder)
+    return len(known) >= _SAMPLED and (known.startswith(found) or found.startswith(known))
+
+
+def _digest(tensors: Sequence[tuple[str, Tensor]], content: Callable[[Tensor], bytes]) -> str:
     digest = hashlib.sha256()
-    for name, tensor in sorted(open_folder(folder).tensors.items()):
-        digest.update(json.dumps([name, str(tensor.dtype), tensor.shape]).encode() + _sampled(tensor))
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for (name, tensor), part in zip(tensors, pool.map(content, [tensor for _, tensor in tensors]), strict=True):
+            digest.update(json.dumps([name, str(tensor.dtype), tensor.shape]).encode() + part)
     return digest.hexdigest()
 
 
 def _sampled(tensor: Tensor) -> bytes:
     size = min(tensor.nbytes, _SAMPLE)
+    return _read(tensor, (tensor.nbytes - size) // 2, size)
 
+
+def _whole(tensor: Tensor) -> bytes:
+    digest = hashlib.sha256()
+    for begin in range(0, tensor.nbytes, _PART):
+        digest.update(_read(tensor, begin, min(_PART, tensor.nbytes - begin)))
+    return digest.digest()
+
+
+def _read(tensor: Tensor, begin: int, size: int) -> bytes:
     def read() -> bytes:
         with open_file(tensor.file) as file:
-            return os.pread(file.fileno(), size, tensor.offset + (tensor.nbytes - size) // 2)
+            return os.pread(file.fileno(), size, tensor.offset + begin)
 
     try:
         return patiently(read, tensor.file)

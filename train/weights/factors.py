@@ -19,7 +19,7 @@ from jgt import path_text
 from jgt.document import InputError
 
 from .adapters import BASE, FACTOR, TENSORS, Peft
-from .base import identity
+from .base import has_identity
 from .foreign import first, inside, read_json
 from .names import Shape, Source
 from .safetensors import PARAMETERS, Folder, Tensor, open_folder
@@ -90,7 +90,9 @@ def load_factors(peft: Peft, sites: Mapping[tuple[str, str], Site], scale: float
 
 def check_base(peft: Peft, base: Path) -> None:
     """Raises InputError if jgt trained the adapter on other weights than those in a folder."""
-    if (peft.path / BASE).is_file() and read_json(inside(peft.path, BASE), _MOST_BYTES).get("sha256") != identity(base):
+    if not (peft.path / BASE).is_file():
+        return
+    if not has_identity(base, str(read_json(inside(peft.path, BASE), _MOST_BYTES).get("sha256"))):
         why = f"the adapter was trained on other weights than those in {base}"
         raise InputError([f"{peft.path / BASE}: {why}. Name the folder of its model in model.hf"])
 

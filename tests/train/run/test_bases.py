@@ -15,8 +15,9 @@ from train.commands.published import export
 from train.config import load
 from train.run.identity import read_resume
 from train.run.train import train
-from train.weights.base import base_in
+from train.weights.base import base_in, has_identity, identity
 from train.weights.safetensors import open_folder
+from train.weights.writing import write_folder
 
 TRAIN = "optimizer.train=[layers/attn/**]"
 LAYOUTS = {
@@ -117,6 +118,23 @@ def test_the_identity_does_not_depend_on_names_of_files(run, tmp_path):
     assert sha256(folder) == before and base_in(str(folder), {}) is None
     changed(folder, "model.norm.weight")
     assert sha256(folder) != before
+
+
+def test_the_identity_covers_every_byte_in_the_first_process(tmp_path, monkeypatch):
+    """Training of new tokens changes rows at the end of a table."""
+    folder, table = tmp_path / "published", np.zeros((256, 1 << 15), np.float32)
+    write_folder(folder, {"table": (table.dtype, table.shape)}, [("table", (), table)], files={}, max_file_bytes=1 << 30)
+    before = identity(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr("train.weights.base.jax.process_index", lambda: 1)
+        assert before.startswith(part := identity(folder)) and len(part) == 64 and has_identity(folder, before)
+    assert has_identity(folder, before) and has_identity(folder, part)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\1")
+    # What an earlier version has stored covers the sample alone.
+    assert not has_identity(folder, before) and has_identity(folder, part)
+    assert not any(has_identity(folder, odd) for odd in ("", "a", before[:63], part[:-1] + "x"))
 
 
 @pytest.mark.slow

@@ -205,3 +205,15 @@ def test_where_nothing_was_nothing_makes_way(tmp_path):
     (tmp_path / "run" / "logs").mkdir()
     assert move_earlier_run(tmp_path / "run") is None
     assert names(tmp_path) == ["run"]
+
+
+def test_a_changed_working_directory_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    with lock_folder(Path("run")) as lock:
+        lock.check()
+        monkeypatch.chdir(tmp_path / "other")
+        with pytest.raises(InUseError, match=r"own code has changed the working directory from .* to .*other, and run\.dir is relative"):
+            lock.check()
+        monkeypatch.chdir(tmp_path)
+        lock.check()

@@ -107,6 +107,17 @@ def test_a_store_without_conditions_is_refused(tmp_path, monkeypatch):
         bucket.check_conditions()
 
 
+def test_a_store_without_the_bucket_is_refused(tmp_path, monkeypatch):
+    def missing(self, name, content, version=None):
+        """TensorStore takes the answer 404 to a write for a condition that does not hold."""
+        if version == ABSENT:
+            raise ChangedError(name)
+
+    monkeypatch.setattr(Bucket, "write", missing)
+    with pytest.raises(InputError, match=r"the store has no such bucket\. Check the name of the bucket, or create it"):
+        Bucket("s3://mistyped/run").check_conditions()
+
+
 @pytest.mark.parametrize(
     ("url", "problem"),
     [

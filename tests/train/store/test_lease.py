@@ -1,4 +1,5 @@
 import json
+import shutil
 import time
 
 import pytest
@@ -7,6 +8,7 @@ from train.command_line import InUseError
 from train.store import lease as leases
 from train.store.bucket import Bucket, StoreError
 from train.store.lease import Lease, hold_lease, holder_of
+from train.store.mirror import spool_of
 
 
 @pytest.fixture
@@ -90,6 +92,23 @@ def test_a_holder_that_wakes_up_finds_that_it_has_lost_the_lease(bucket, clock):
     first.keep()
     first.release()
     assert holder_of(bucket) == second.start
+
+
+def test_a_lease_that_was_removed_is_no_other_runs(bucket, clock):
+    lease = taken(bucket)
+    bucket.write("lease.json", None)
+    lease._renew_once()
+    with pytest.raises(InUseError, match="somebody has removed the lease of"):
+        lease.check()
+
+
+def test_a_copy_of_a_local_folder_takes_no_lease_at_once(tmp_path):
+    (folder := tmp_path / "spool").mkdir()
+    (folder / "spool.json").write_text('{"folder": "ab"}')
+    shutil.copytree(folder, tmp_path / "copy")
+    assert spool_of(folder) == spool_of(folder) != spool_of(tmp_path / "copy")
+    folder.rename(tmp_path / "moved")
+    assert spool_of(tmp_path / "moved") != spool_of(tmp_path / "copy")
 
 
 def test_a_renewal_that_was_done_without_an_answer_is_known_as_its_own(bucket, clock, monkeypatch):

@@ -373,6 +373,12 @@ def test_an_export_is_the_model_of_its_checkpoint(tmp_path, capsys):
         start(tmp_path, *every, f"run.dir={tmp_path / 'other'}")
 
 
+@pytest.mark.parametrize("path", ["", "/", "."])
+def test_a_path_that_is_no_folder_of_its_own_is_refused(path):
+    with pytest.raises(jgt.InputError, match=r"checkpoint\.export\.path: '.*' names no folder of its own\. Name one, such as exports"):
+        load({}, [f"checkpoint.export={{path: '{path}'}}"])
+
+
 @pytest.mark.slow
 def test_an_export_that_fails_ends_nothing_but_the_last_one(trained, tmp_path, monkeypatch, capsys):
     shutil.copytree(trained / "gone", tmp_path / "hf")
