@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.harness import ROOT, FailedError, make_parser, report, run_process, table
 
 MODELS: Mapping[str, Any] = yaml.safe_load((ROOT / "tests" / "goldens" / "published_models.yaml").read_text())
+CONFIGS = ROOT / "tests" / "goldens" / "configs"
 RUN = """
 run: {name: published}
 model: {dtype: bf16}
@@ -56,11 +57,13 @@ def main() -> None:
 def measured(name: str, folder: Path, target: str) -> dict[str, Any]:
     """Seconds of both commands, and the main figures of the plan. Raises FailedError."""
     model = MODELS[name]
+    told = model["config"]
+    keys = json.loads((CONFIGS / told).read_text()) if isinstance(told, str) else told
     file, config = folder / "run.yaml", folder / name / "config.json"
     config.parent.mkdir()
     file.write_text(RUN)
-    config.write_text(json.dumps(model["config"]))
-    layout = EXPERTS if "num_experts_per_tok" in model["config"] else []
+    config.write_text(json.dumps(keys))
+    layout = EXPERTS if "num_experts_per_tok" in keys else []
     arguments = [str(file), f"model.hf={config}", *layout]
     check, plan = (
         run_process([sys.executable, "-m", "jgt", *command])

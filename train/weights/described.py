@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from jgt.document import InputError, Node, nearest, path_problem, shown
+from jgt.document import InputError, Node, path_problem, shown
 
 from ..models.config import ModelConfig
 from ..store.bucket import is_url
@@ -20,8 +20,10 @@ from ..store.cache import local_folder
 from .families import FAMILIES
 from .family import Family, words
 from .foreign import inside, read_json
+from .unsupported import QUANT_CONFIG, quantised, quantised_by, why_unsupported
 
-MOST_BYTES = 1 << 20
+# The longest ones name each quantised tensor.
+MOST_BYTES = 1 << 24
 TOKENIZER = "tokenizer.json"
 MOST_LAYERS = 10_000
 _MOST = 1e18
@@ -29,16 +31,24 @@ MOST_TOKENS = 4096
 """The length of sequences where the run's file gives none."""
 # Keys without effect on the function of a model with given weights: on its training, its generation, its storage, and its description.
 _WITHOUT_EFFECT = words(
-    "_attn_implementation _name_or_path add_cross_attention architectures attention_dropout attention_probs_dropout_prob "
-    "attn_implementation attn_pdrop auto_map bad_words_ids begin_suppress_tokens bos_token_id cache_implementation "
-    "chunk_size_feed_forward classifier_dropout cross_attention_hidden_size decoder_start_token_id do_sample dtype embd_pdrop "
-    "embed_pdrop embedding_dropout eos_token_id ep_size finetuning_task gradient_checkpointing hidden_dropout hidden_dropout_prob "
-    "id2label initializer_factor initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id max_length "
-    "min_length model_max_length model_type n_ctx output_attentions output_hidden_states output_router_logits pad_token_id "
-    "pretraining_tp problem_type resid_dropout resid_pdrop return_dict rope_dim router_aux_loss_coef router_jitter_noise sep_token_id "
-    "summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params temperature "
-    "tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers_version unk_token_id use_bfloat16 use_cache "
-    "use_return_dict"
+    "add_cross_attention architectures attention_dropout attention_probs_dropout_prob attn_implementation attn_pdrop auto_map "
+    "bad_words_ids begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward classifier_dropout "
+    "cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping embd_pdrop embed_pdrop "
+    "embedding_dropout encoder_no_repeat_ngram_size eos_token_id ep_size exponential_decay_length_penalty finetuning_task "
+    "forced_bos_token_id forced_eos_token_id gradient_checkpointing hidden_dropout hidden_dropout_prob id2label initializer_factor "
+    "initializer_range is_decoder is_encoder_decoder keys_to_ignore_at_inference label2id length_penalty max_length max_new_tokens "
+    "max_sequence_length min_length model_max_length model_type n_ctx no_repeat_ngram_size num_beam_groups num_beams "
+    "num_return_sequences output_attentions output_hidden_states output_router_logits output_scores pad_token_id prefix "
+    "pretraining_tp problem_type remove_invalid_values repetition_penalty resid_dropout resid_pdrop residual_dropout return_dict "
+    "return_dict_in_generate rope_dim router_aux_loss_coef router_jitter_noise sep_token_id summary_activation "
+    "summary_first_dropout summary_proj_to_labels summary_type summary_use_proj suppress_tokens task_specific_params temperature "
+    "tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config "
+    "transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict"
+)
+# Keys that say something with a value that is off, because a model without the key has what they name.
+_ON_IF_ABSENT = words(
+    "attn_scale causal gated gated_mlp glu is_causal is_gated rope rotary scale_attention scale_attn_weights use_causal_mask use_glu "
+    "use_position_embeddings use_positional_embeddings use_rms_norm use_rmsnorm use_rope use_rotary use_rotary_embeddings"
 )
 
 
@@ -61,10 +71,10 @@ class Keys:
     problems: list[str] = field(default_factory=list[str])
     prefix: str = ""
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: Any = None, *, may_be_zero: bool = False) -> Any:
         """The value of a key; null and an absent key are the default. It has the kind of the default: a number if that is None.
 
-        A number is above 0, unless its default is 0.
+        A number is above 0, unless its default is 0 or it may be 0.
         """
         self.read.add(name)
         value = self.values.get(name)
@@ -75,7 +85,7 @@ class Keys:
         if isinstance(value, list):
             is_fit = is_fit and len(value) <= MOST_LAYERS
         elif is_fit and isinstance(value, int | float):
-            is_fit = 0 < value < _MOST or value == default == 0 or isinstance(value, bool)
+            is_fit = 0 < value < _MOST or value == 0 == (0 if may_be_zero else default) or isinstance(value, bool)
         if is_fit:
             return value
         self.problems.append(f"{self.prefix}{name} must be {wanted}, not {shown(value)}")
@@ -91,6 +101,14 @@ class Keys:
         if self.values.get(name) is None:
             self.problems.append(f"{self.prefix}the key {name!r} is missing")
         return self.get(name, stand_in)
+
+    def either(self, name: str, other: str, default: Any = None) -> Any:
+        """The value of two keys that say the same, of which a file may have both."""
+        value = self.get(name, self.get(other, default))
+        if self.get(other, value) != value:
+            both = f"{shown(value)}, but {other}: {shown(self.values[other])} says the same. Keep the one that is true"
+            self.problems.append(f"{self.prefix}{name}: {both}")
+        return value
 
     def require(self, name: str, *allowed: Any, default: Any = None) -> None:
         """Notes a problem if a key has another value than these, the only ones that jgt's models have."""
@@ -119,9 +137,13 @@ class Keys:
 
     def refuse_others(self) -> None:
         """Notes a problem for each key that nobody has read and that may change the model."""
-        for name, value in self.values.items():
-            if name not in self.read and name not in _WITHOUT_EFFECT and value is not None:
-                self.problems.append(f"{self.prefix}{name}: {shown(value)}: jgt does not know this key, so the model could be another one")
+        unread = {name: value for name, value in self.values.items() if name not in self.read | _WITHOUT_EFFECT and name[:1] != "_"}
+        for name, value in unread.items():
+            says_nothing = value is True if name in _ON_IF_ABSENT else not value
+            is_full = name == "layer_types" and isinstance(value, list) and all(kind == "full_attention" for kind in value)
+            if value is not None and not says_nothing and not is_full:
+                why = "jgt does not know this key, so the model could be another one"
+                self.problems.append(f"{self.prefix}{name}: {shown(value)}: {why}. Remove it if it changes nothing")
 
 
 @dataclass(frozen=True)
@@ -145,6 +167,8 @@ def published(path: Path) -> Described:
         raise InputError([f"{path}: cannot be read: {problem}. Name a folder with config.json, or the file itself"])
     file = path if path.suffix == ".json" else inside(path, "config.json")
     place = path if path.suffix == ".json" else path / "config.json"
+    if os.path.lexists(place.parent / QUANT_CONFIG):
+        raise InputError([f"{place.parent / QUANT_CONFIG}: {quantised('modelopt')}"])
     return replace(described_by(read_json(file, MOST_BYTES), place), path=path)
 
 
@@ -153,8 +177,10 @@ def described_by(config: Mapping[str, Any], file: Path) -> Described:
     kind = config.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise InputError([f"{file}: model_type: {shown(kind)} is not known. {nearest(str(kind), FAMILIES)}"])
-    keys = Keys(config, read={"model_type"})
+        raise InputError([f"{file}: model_type: {shown(kind)}{why_unsupported(str(kind), FAMILIES)}"])
+    if method := quantised_by(config):
+        raise InputError([f"{file}: {quantised(method)}"])
+    keys = Keys(config, read={"model_type", "quantization_config", "compression_config"})
     options = family.read(keys)
     keys.refuse_others()
     if keys.problems:

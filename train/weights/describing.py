@@ -90,7 +90,8 @@ def config_values(config: ModelConfig) -> dict[str, Any]:
     if experts is not None:
         # How they are trained says nothing about their function, but a bias is one.
         balance = "bias" if experts.balance == "bias" else "batch"
-        experts = replace(experts, ffn=experts.ffn or config.ffn_size, balance=balance, balance_rate=None, z_loss=0.0)
+        experts = replace(experts, ffn=experts.ffn or config.ffn_size, normalized=experts.is_normalized)
+        experts = replace(experts, balance=balance, balance_rate=None, z_loss=0.0)
     values = {name: value for name, value in vars(config).items() if name not in _SILENT}
     values |= {"kv_heads": config.num_kv_heads, "head_dim": config.head_size, "ffn": _width(config), "biases": sorted(set(config.biases))}
     values |= {"attention_scale": config.attention_scale or config.head_size**-0.5, "full_layers": sorted(set(config.full_layers))}
@@ -148,7 +149,7 @@ def _written(c: ModelConfig) -> dict[str, Any]:
     }
     if c.experts is not None:
         values |= dict.fromkeys(("num_local_experts", "num_experts"), c.experts.count) | {"num_experts_per_tok": c.experts.choose}
-        values |= {"moe_intermediate_size": c.experts.ffn or c.ffn_size, "norm_topk_prob": True}
+        values |= {"moe_intermediate_size": c.experts.ffn or c.ffn_size, "norm_topk_prob": c.experts.is_normalized}
     if scaling is not None:
         values["rope_scaling"] = _scaling(scaling)
         values["original_max_position_embeddings"] = scaling.original if scaling.kind == "longrope" else None

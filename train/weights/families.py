@@ -43,7 +43,7 @@ def _qwen_window(k: Any) -> int | None:
 
 
 def _qwen(k: Any) -> dict[str, Any]:
-    first, size = k.get("max_window_layers", 28), _qwen_window(k)
+    first, size = k.get("max_window_layers", 28, may_be_zero=True), _qwen_window(k)
     return {**shared(k), **windowed(k, size, lambda n: size is None or n < first)}
 
 
@@ -52,26 +52,26 @@ def _qwen3(k: Any) -> dict[str, Any]:
 
 
 def _qwen3_moe(k: Any) -> dict[str, Any]:
-    k.require("norm_topk_prob", True, default=False)
     k.ignore("max_window_layers")
+    k.either("num_experts", "num_local_experts")
     count = "num_local_experts" if "num_local_experts" in k.values else "num_experts"
     made = {**shared(k), **windowed_everywhere(k, _qwen_window(k)), "biases": attention_biases(k), "qk_norm": "head"}
-    return {**made, **experts(k, count, ffn=k.need("moe_intermediate_size"))}
+    return {**made, **experts(k, count, ffn=k.need("moe_intermediate_size"), normalized=k.get("norm_topk_prob", False))}
 
 
-def _gemma(k: Any, act_key: str = "hidden_act") -> dict[str, Any]:
+def _gemma(k: Any, act_key: str = "hidden_act", **defaults: Any) -> dict[str, Any]:
     k.ignore("hidden_act", "hidden_activation")
-    made = shared(k, tied=True, activation="gelu_pytorch_tanh", head_dim=256, act_key=act_key)
+    made = shared(k, tied=True, activation="gelu_pytorch_tanh", head_dim=256, act_key=act_key, **defaults)
     # Old files of the first version say gelu, and mean its approximation.
     activation = "gelu_tanh" if k.get("hidden_act", "") == "gelu" and act_key == "hidden_act" else made["activation"]
     return {**made, "activation": activation, "norm": "rms_plus_one", "embed_scale": float(k.need("hidden_size")) ** 0.5}
 
 
-def _gemma2(k: Any, attention_softcap: float | None = 50.0, logits_softcap: float | None = 30.0) -> dict[str, Any]:
+def _gemma2(k: Any, attention_softcap: float | None = 50.0, logits_softcap: float | None = 30.0, **defaults: Any) -> dict[str, Any]:
     """The options of Gemma 2, and with other soft caps for a file that has none, of Gemma 3."""
     return {
-        **_gemma(k, "hidden_activation"),
-        **windowed(k, k.get("sliding_window", 4096), lambda n: n % 2 == 1),
+        **_gemma(k, "hidden_activation", **defaults),
+        **windowed(k, k.either("sliding_window", "sliding_window_size", 4096), lambda n: n % 2 == 1),
         "norm_place": "both",
         "attention_scale": k.get("query_pre_attn_scalar", 256) ** -0.5,
         "attention_softcap": k.unless_absent("attn_logit_softcapping", attention_softcap),
@@ -80,22 +80,24 @@ def _gemma2(k: Any, attention_softcap: float | None = 50.0, logits_softcap: floa
 
 
 def _gemma3(k: Any) -> dict[str, Any]:
-    period = k.get("sliding_window_pattern", k.get("_sliding_window_pattern", 6))
-    made = {**_gemma2(k, None, None), **windowed(k, k.get("sliding_window", 4096), lambda n: (n + 1) % period == 0), "qk_norm": "head"}
-    if "rope_parameters" not in k.values:
-        made |= {"rope_theta": k.get("rope_theta", 1_000_000.0), "window_theta": k.get("rope_local_base_freq", 10_000.0)}
+    # Published files leave out what its class has by default.
+    k.values = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208, **k.values}
+    period = k.either("sliding_window_pattern", "_sliding_window_pattern", 6)
+    made = _gemma2(k, None, None, theta=1e6, window_theta=k.get("rope_local_base_freq", 1e4))
+    made |= {**windowed(k, k.get("sliding_window", 4096), lambda n: (n + 1) % period == 0), "qk_norm": "head"}
     return made if "window" in made else {**made, "window_theta": None}
 
 
-def _olmo2(k: Any, theta: float = 10_000.0) -> dict[str, Any]:
-    return {**shared(k, eps=1e-5, theta=theta), "norm_place": "after", "qk_norm": "all"}
+def _olmo2(k: Any, **defaults: Any) -> dict[str, Any]:
+    return {**shared(k, eps=1e-5, **defaults), "norm_place": "after", "qk_norm": "all"}
 
 
 def _olmo3(k: Any) -> dict[str, Any]:
-    made = {**_olmo2(k, 500_000.0), **windowed(k, k.unless_absent("sliding_window", 4096), lambda n: (n + 1) % 4 == 0)}
-    # Its layers with a window are not scaled.
-    is_scaled = made["rope_scaling"] is not None and "window" in made
-    return {**made, "window_theta": made.get("window_theta") or made["rope_theta"]} if is_scaled else made
+    made = {**_olmo2(k, theta=5e5, window_theta=5e5), **windowed(k, k.unless_absent("sliding_window", 4096), lambda n: (n + 1) % 4 == 0)}
+    if "rope_parameters" not in k.values and made["rope_theta"] != 5e5:
+        # Its class takes this one for full attention, and 500,000 for the other layers, which no training did.
+        k.problems.append("rope_theta: of which layers is unclear. Say it in rope_parameters, by full_attention and sliding_attention")
+    return made if "window" in made else {**made, "window_theta": None}
 
 
 def _smollm3(k: Any) -> dict[str, Any]:
@@ -107,7 +109,7 @@ def _smollm3(k: Any) -> dict[str, Any]:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(architecture="LlamaForCausalLM", options=_llama),
+    "llama": Family(architecture="LlamaForCausalLM", options=_llama, only={"is_llama_config": True}),
     "mistral": Family(architecture="MistralForCausalLM", options=lambda k: _mistral(k, size=4096)),
     "ministral": Family(
         architecture="MinistralForCausalLM",
@@ -121,11 +123,11 @@ FAMILIES: Mapping[str, Family] = {
         names=_expert_names("block_sparse_moe", "w1", "w3", "w2"),
     ),
     "qwen2": Family(architecture="Qwen2ForCausalLM", options=lambda k: {**_qwen(k), "biases": ["qkv"]}, has=words("layer_types")),
-    "qwen3": Family(architecture="Qwen3ForCausalLM", options=_qwen3, has=words("layer_types")),
+    "qwen3": Family(architecture="Qwen3ForCausalLM", options=_qwen3, only={"use_qk_norm": True}, has=words("layer_types")),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
         options=_qwen3_moe,
-        only={"decoder_sparse_step": 1, "mlp_only_layers": []},
+        only={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_qk_norm": True},
         has=words("num_experts"),
         names=_expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
     ),
@@ -143,7 +145,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "phi3": Family(
         architecture="Phi3ForCausalLM",
-        options=lambda k: _mistral(k, eps=1e-5),
+        options=lambda k: _mistral(k, eps=1e-5, share=1.0),
+        only={"embd_layer": "default", "full_attn_mod": 1, "interpolate_factor": 1},
         has=words("partial_rotary_factor original_max_position_embeddings"),
         names={**dict.fromkeys(QKV, "self_attn.qkv_proj"), **_FUSED_MLP},
     ),
@@ -152,6 +155,12 @@ FAMILIES: Mapping[str, Family] = {
         architecture="Olmo3ForCausalLM",
         options=_olmo3,
         only={"attention_bias": False},
+        writes=lambda c: {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": c.rope_theta},
+                "sliding_attention": {"rope_theta": c.window_theta or c.rope_theta},
+            }
+        },
         has=words("layer_types"),
         lacks=words("rope_scaling"),
         names=_TWO_NORMS,
@@ -167,7 +176,7 @@ FAMILIES: Mapping[str, Family] = {
         architecture="Glm4ForCausalLM",
         options=lambda k: {
             **shared(k, share=0.5, head_dim=128, eps=1.5625e-7),
-            "biases": ["qkv"] if k.get("attention_bias", False) else [],
+            "biases": ["qkv"] if k.get("attention_bias", True) else [],
             "rope_pairs": "neighbours",
             "norm_place": "both",
         },

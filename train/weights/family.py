@@ -84,13 +84,16 @@ def shared(
     activation: str = "silu",
     eps: float = 1e-6,
     theta: float = 10_000.0,
+    window_theta: float | None = None,
     share: float | None = None,
     head_dim: int | None = None,
     act_key: str = "hidden_act",
+    eps_key: str = "rms_norm_eps",
 ) -> dict[str, Any]:
     """The options that nearly all families write alike. The arguments are the defaults of the family's keys, as its class has them.
 
-    act_key: the key of the activation.
+    act_key, eps_key: the keys of the activation and of the norms' epsilon. window_theta: the theta of layers with a window, of a family
+    whose positions are written by the kind of a layer. share: None if the class rotates all of a head.
     """
     heads = k.need("num_attention_heads")
     name = k.get(act_key, activation)
@@ -105,39 +108,54 @@ def shared(
         "ffn": k.need("intermediate_size"),
         "vocab": k.need("vocab_size"),
         "seq": k.get("max_position_embeddings"),
-        "norm_eps": k.get("rms_norm_eps", k.get("layer_norm_eps", k.get("layer_norm_epsilon", eps))),
+        "norm_eps": k.get(eps_key, eps),
         "tied": k.get("tie_word_embeddings", tied),
         "activation": HIDDEN_ACTS.get(name, "silu"),
-        **_rope(k, share, theta),
+        **(_rope(k, share, theta) if window_theta is None else _rope_by_kind(k, theta, window_theta)),
     }
 
 
 def _rope(k: Any, share: float | None, theta: float) -> dict[str, Any]:
     """Rotary positions, as published files write them (rope_theta, rope_scaling) or as transformers 5 does (rope_parameters)."""
-    either = k.group("rope_parameters")
-    if any(isinstance(either.values.get(kind), Mapping) for kind in ("full_attention", "sliding_attention")):
-        full, window = either.group("full_attention"), either.group("sliding_attention")
-        own, local = full.get("rope_theta", theta), window.get("rope_theta", theta)
-        made = {"rope_theta": own, "rope_share": full.get("partial_rotary_factor", share), **_scaling(k, full)}
-        window.require("rope_type", "default")
-        window.refuse_others()
-        either.refuse_others()
-        return {**made, "window_theta": local if local != own or made["rope_scaling"] else None}
-    old = k.group("rope_scaling")
-    if either.values and old.values:
-        k.problems.append("rope_parameters and rope_scaling say the same. Keep one of them")
-    source = either if either.values else old
-    made = {
-        "rope_theta": k.get("rope_theta", source.get("rope_theta", theta)),
-        "rope_share": k.get("partial_rotary_factor", source.get("partial_rotary_factor", share)),
-    }
-    return {**made, **_scaling(k, source)}
+    groups = [k.group(name) for name in ("rope_scaling", "rope_parameters")]
+    # What is said inside counts, as in transformers: some files have the class's default of an earlier model beside it.
+    found = [_positions(k, source, share, theta) for source in [one for one in groups if one.values] or groups[:1]]
+    if found[0] != found[-1]:
+        k.problems.append("rope_parameters and rope_scaling say different things. Keep the one that is true, and rope_theta beside it")
+    return found[0]
+
+
+def _rope_by_kind(k: Any, theta: float, window_theta: float) -> dict[str, Any]:
+    """Rotary positions of a family with a mapping for each kind of layer. Only those of full attention are scaled."""
+    both, outer = k.group("rope_parameters"), k.group("rope_scaling")
+    full, window = both.group("full_attention"), both.group("sliding_attention")
+    if flat := both.values.keys() - both.read:
+        k.problems.append(f"rope_parameters: {', '.join(sorted(flat))}: say which layers have it, in full_attention and sliding_attention")
+    found = [_positions(k, source, None, theta) for source in [one for one in (outer, full) if one.values] or [full]]
+    if found[0] != found[-1]:
+        k.problems.append("rope_parameters: full_attention and rope_scaling say different things. Keep the one that is true")
+    made, local = found[0], window.get("rope_theta", window_theta)
+    window.require("rope_type", "default")
+    window.require("partial_rotary_factor", 1)
+    window.refuse_others()
+    return {**made, "window_theta": local if local != made["rope_theta"] or made["rope_scaling"] else None}
+
+
+def _positions(k: Any, source: Any, share: float | None, theta: float) -> dict[str, Any]:
+    own = source.get("rope_theta", k.get("rope_theta", theta))
+    part = source.get("partial_rotary_factor", k.get("partial_rotary_factor", share))
+    if share is None and part not in (None, 1):
+        k.problems.append(f"partial_rotary_factor: {shown(part)}, but the family's class rotates all of a head. Remove the key")
+    return {"rope_theta": own, "rope_share": part, **_scaling(k, source)}
 
 
 def _scaling(k: Any, source: Any) -> dict[str, Any]:
-    kind = source.get("rope_type", source.get("type", "default"))
+    kind = source.either("rope_type", "type", "default")
     made: dict[str, Any] = {"kind": "longrope" if kind == "su" else kind}
-    original = source.get("original_max_position_embeddings", k.get("original_max_position_embeddings"))
+    outer = k.get("original_max_position_embeddings")
+    original = source.get("original_max_position_embeddings", outer)
+    if made["kind"] in ("llama3", "longrope"):
+        source.require("original_max_position_embeddings", outer or source.need("original_max_position_embeddings"))
     if kind == "default":
         made = {}
     elif kind == "linear":
@@ -154,7 +172,8 @@ def _scaling(k: Any, source: Any) -> dict[str, Any]:
         made |= {"factor": factor, "original": original, "short": source.need("short_factor", []), "long": source.need("long_factor", [])}
         made["magnitude"] = source.get("attention_factor")
     else:
-        k.problems.append(f"rope_scaling: {kind!r} is not supported. Supported: default, linear, llama3, longrope")
+        k.problems.append(f"{source.prefix}{shown(kind)} is not supported. Supported: default, linear, llama3, longrope")
+        source.ignore(*source.values)
     source.refuse_others()
     return {"rope_scaling": {name: value for name, value in made.items() if value is not None} or None}
 
@@ -181,5 +200,5 @@ def attention_biases(k: Any) -> list[str]:
 
 
 def experts(k: Any, count: str, **more: Any) -> dict[str, Any]:
-    """The experts, whose number is that of a key."""
-    return {"experts": {"count": k.need(count), "choose": k.need("num_experts_per_tok"), "balance": "batch", **more}}
+    """The experts, whose number is that of a key. Also the score of a single chosen one is divided by itself, unless `more` says not."""
+    return {"experts": {"count": k.need(count), "choose": k.need("num_experts_per_tok"), "balance": "batch", "normalized": True, **more}}

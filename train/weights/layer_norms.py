@@ -9,11 +9,14 @@ from .family import HIDDEN_ACTS, QKV, Family, attention_biases, shared, windowed
 
 
 def _neox(k: Any) -> dict[str, Any]:
-    share, theta = k.get("rotary_pct"), k.get("rotary_emb_base")
-    made = shared(k, activation="gelu", eps=1e-5, share=0.25)
+    share, theta = k.get("rotary_pct", 0.25), k.get("rotary_emb_base", 1e4)
+    # Its class does not read these names, which some versions of transformers wrote beside its own.
+    k.require("partial_rotary_factor", share)
+    k.require("rope_theta", theta)
+    made = shared(k, activation="gelu", eps=1e-5, eps_key="layer_norm_eps", share=share, theta=theta)
     made |= {"norm": "layer", "biases": ["qkv", "out", "mlp"], "gated": False}
     made["parallel"] = "two_norms" if k.get("use_parallel_residual", True) else None
-    return {**made, "rope_share": share or made["rope_share"], "rope_theta": theta or made["rope_theta"]}
+    return made
 
 
 def _gpt2(k: Any) -> dict[str, Any]:
@@ -34,10 +37,9 @@ def _gpt2(k: Any) -> dict[str, Any]:
 
 
 def _starcoder2(k: Any) -> dict[str, Any]:
-    k.ignore("residual_dropout")
-    made = {**shared(k, tied=True, activation="gelu_pytorch_tanh"), "norm": "layer", "gated": False}
-    made |= windowed_everywhere(k, k.get("sliding_window"))
-    return {**made, "norm_eps": k.get("norm_epsilon", 1e-5), "biases": ["qkv", "out", "mlp"] if k.get("use_bias", True) else []}
+    made = shared(k, tied=True, activation="gelu_pytorch_tanh", eps=1e-5, eps_key="norm_epsilon")
+    made |= {**windowed_everywhere(k, k.get("sliding_window")), "norm": "layer", "gated": False}
+    return {**made, "biases": ["qkv", "out", "mlp"] if k.get("use_bias", True) else []}
 
 
 LAYER_NORMS: Mapping[str, Family] = {
@@ -63,7 +65,7 @@ LAYER_NORMS: Mapping[str, Family] = {
     "phi": Family(
         architecture="PhiForCausalLM",
         options=lambda k: {
-            **shared(k, activation="gelu_new", eps=1e-5, share=0.5),
+            **shared(k, activation="gelu_new", eps=1e-5, eps_key="layer_norm_eps", share=0.5),
             "norm": "layer",
             "biases": ["qkv", "out", "mlp", "head"],
             "gated": False,
@@ -83,7 +85,7 @@ LAYER_NORMS: Mapping[str, Family] = {
     "cohere": Family(
         architecture="CohereForCausalLM",
         options=lambda k: {
-            **shared(k, tied=True, eps=1e-5, theta=500_000.0),
+            **shared(k, tied=True, eps=1e-5, eps_key="layer_norm_eps", theta=500_000.0),
             "norm": "layer_unbiased",
             "biases": attention_biases(k),
             "parallel": "one_norm",
@@ -97,7 +99,7 @@ LAYER_NORMS: Mapping[str, Family] = {
     "stablelm": Family(
         architecture="StableLmForCausalLM",
         options=lambda k: {
-            **shared(k, eps=1e-5, share=0.25),
+            **shared(k, eps=1e-5, eps_key="layer_norm_eps", share=0.25),
             "norm": "layer",
             "biases": ["qkv"] if k.get("use_qkv_bias", False) else [],
             "parallel": "one_norm" if k.get("use_parallel_residual", False) else None,
@@ -110,6 +112,7 @@ LAYER_NORMS: Mapping[str, Family] = {
     "starcoder2": Family(
         architecture="Starcoder2ForCausalLM",
         options=_starcoder2,
+        only={"mlp_type": "default", "norm_type": "layer_norm"},
         writes=lambda c: {"norm_epsilon": c.norm_eps, "use_bias": bool(c.biases)},
         lacks=words("head_dim"),
         names={"mlp/up_proj": "mlp.c_fc", "mlp/down": "mlp.c_proj"},

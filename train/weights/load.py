@@ -20,9 +20,13 @@ from jgt.document import InputError
 
 from ..models.config import ModelConfig
 from .described import Described
+from .family import LLAMA
 from .foreign import first
 from .names import Shape, Source, folder_names, misfits, sources_of, tensors_of
 from .safetensors import Folder, open_folder
+
+# The elements that are compared at once.
+_PART = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,8 @@ class Files:
 def open_files(described: Described, config: ModelConfig, shapes: Any) -> Files:
     """The files of a published model with parameters of these shapes, nested dicts.
 
-    Raises InputError with every tensor that is missing, has another shape or is not part of the model. No tensor is read.
+    Raises InputError with every tensor that is missing, has another shape or is not part of the model. No tensor is read, but
+    the head of a tied model, which is compared.
     """
     packing = Packing.named(config.base_dtype)
     leaves = jax.tree.leaves_with_path(shapes)
@@ -81,12 +86,27 @@ def open_files(described: Described, config: ModelConfig, shapes: Any) -> Files:
     # Some folders have a few tensors more, which are skipped.
     folder = open_folder(described.path, 2 * len(wanted) + 1_000)
     names = folder_names(wanted, folder.tensors)
-    # Some files of tied models have a head, which is the embedding once more.
-    tied = ("lm_head.weight",) if config.tied else ()
-    wrong = misfits(wanted, names, folder.tensors, (*described.family.skipped, *tied))
-    if problems := first(f"{described.path}: {problem}" for problem in wrong):
+    table, head = (f"{described.family.names.get(module, LLAMA[module])}.weight" for module in ("embed", "head"))
+    if config.tied and names[table] not in folder.tensors:
+        names[table] = head
+    skipped = (*described.family.skipped, *([head] if config.tied else []))
+    if problems := first(f"{described.path}: {problem}" for problem in misfits(wanted, names, folder.tensors, skipped)):
         raise InputError(problems)
+    # Some files of tied models have a head, which is the embedding once more.
+    if config.tied and head in folder.tensors and not _is_equal(folder, names[table], head):
+        untied = "but config.json ties the two (tie_word_embeddings, or the family's default). If the model has both, set it to false there"
+        raise InputError([f"{described.path}: {head} differs from {names[table]}, {untied}"])
     return Files(folder, sources, names, packing)
+
+
+def _is_equal(folder: Folder, one: str, other: str) -> bool:
+    """Whether two tensors have the same numbers. Reads them by parts."""
+    shape = folder.tensors[one].shape
+    if folder.tensors[other].shape != shape:
+        return False
+    step = max(_PART // math.prod(shape[1:]), 1)
+    parts = ([slice(begin, min(begin + step, shape[0]))] for begin in range(0, shape[0], step))
+    return all(np.array_equal(folder.read(one, part), folder.read(other, part)) for part in parts)
 
 
 @partial(jax.jit, static_argnums=0)

@@ -17,6 +17,7 @@ from jgt.document import InputError
 
 from .family import LLAMA, Family
 from .safetensors import PARAMETERS, Tensor
+from .unsupported import UNQUANTISED
 
 Shape = tuple[int, ...]
 
@@ -106,15 +107,21 @@ def folder_names(wanted: Iterable[str], found: Mapping[str, Tensor]) -> dict[str
 
 
 def misfits(wanted: Mapping[str, Shape], names: Mapping[str, str], found: Mapping[str, Tensor], skipped: Sequence[str]) -> Iterator[str]:
-    """Everything in which the tensors of a folder differ from those of the model. names: those in the folder, by ours."""
+    """Everything in which the tensors of a folder differ from those of the model. names: those in the folder, by ours.
+
+    Quantised tensors have other names, shapes and types, so that their types are all that is said of such a folder.
+    """
+    kinds = {tensor.dtype for name, tensor in found.items() if not name.endswith(tuple(skipped))} - set(PARAMETERS.values())
+    if kinds:
+        has = f"has tensors of the type {', '.join(sorted(map(str, kinds)))}, which is not one of {', '.join(PARAMETERS)}"
+        yield f"{has}. If they are quantised, take {UNQUANTISED}"
+        return
     for ours, shape in wanted.items():
         name = names[ours]
         if name not in found:
             yield f"the tensor {name} {list(shape)} is missing"
         elif found[name].shape != shape:
             yield f"the tensor {name} has the shape {list(found[name].shape)}, but the model needs {list(shape)}"
-        elif found[name].dtype not in PARAMETERS.values():
-            yield f"the tensor {name} has the type {found[name].dtype}, which is not one of {', '.join(PARAMETERS)}"
     for name in found.keys() - names.values():
         if not name.endswith(tuple(skipped)):
             yield f"the tensor {name} {list(found[name].shape)} is not part of the model that config.json describes"

@@ -120,7 +120,7 @@ def test_without_the_bias_of_the_head_logits_are_others():
     ("changes", "problem"),
     [
         ({"model_type": "lama"}, "model_type: 'lama' is not known. Did you mean 'llama'?"),
-        ({"model_type": None}, "model_type: null is not known. Known: llama, mistral"),
+        ({"model_type": None}, "model_type: null is not known. Supported: llama, mistral"),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
             "rope_scaling: 'yarn' is not supported. Supported: default, linear",

@@ -251,8 +251,8 @@ CASES = {
     "a name that a terminal obeys": tensors(r"the tensor \x1b[2J [1] is not part", {"\x1b[2J": [1]}),
     "a larger model": (config("", num_hidden_layers=40)[0], "the tensor model.layers.39.input_layernorm.weight [8] is missing"),
     "a model of 10^18 parameters": (config("", hidden_size=10**6, num_hidden_layers=10**4, intermediate_size=10**7)[0], "has the shape"),
-    "whole numbers": (lambda folder: (folder / SINGLE).write_bytes(file_of(TENSORS, "I32")), f"{FIRST} has the type int32"),
-    "complex numbers": (lambda folder: (folder / SINGLE).write_bytes(file_of(TENSORS, "C64", 8)), f"{FIRST} has the type complex64"),
+    "whole numbers": (lambda folder: (folder / SINGLE).write_bytes(file_of(TENSORS, "I32")), "has tensors of the type int32"),
+    "complex numbers": (lambda folder: (folder / SINGLE).write_bytes(file_of(TENSORS, "C64", 8)), "has tensors of the type complex64"),
     # Files
     "length of the header": data("its header has 1,000,000 bytes", of_header(b"{}", length=1_000_000)),
     "overlap": data(

@@ -37,6 +37,7 @@ class ExpertsConfig:
     shared: the width of an MLP that all tokens go through as well, in widths of an expert. 0: none.
     ffn: the width of an expert. null: the width of the MLP, model.ffn.
     score: the function that makes scores of the router's logits.
+    normalized: whether the scores of a token's chosen experts are divided by their sum. null: if there are several.
     groups: limits a token to some groups of experts. null: no limit.
     balance: the method that keeps the load of experts equal. bias: a bias of the choice, adjusted after each step; sequence, batch: a loss.
     balance_rate: the step of the bias, or the factor of the loss. null: 0.001 for bias, 0.01 for a loss.
@@ -49,11 +50,17 @@ class ExpertsConfig:
     shared: Annotated[int, Bound(low=0, high=10_000)] = 0
     ffn: Annotated[int, Bound(low=1, high=10_000_000)] | None = None
     score: Literal["softmax", "sigmoid"] = "softmax"
+    normalized: bool | None = None
     groups: GroupsConfig | None = None
     balance: Literal["bias", "sequence", "batch", "none"] = "bias"
     balance_rate: NotNegative | None = None
     z_loss: NotNegative = 0.0
     first_dense: Annotated[int, Bound(low=0, high=10_000)] = 0
+
+    @property
+    def is_normalized(self) -> bool:
+        """Whether the scores of a token's chosen experts are divided by their sum."""
+        return self.choose > 1 if self.normalized is None else self.normalized
 
     @property
     def rate(self) -> float:

@@ -3,8 +3,9 @@
     softmax   as Mixtral and Qwen3-MoE (arXiv 2401.04088, 2505.09388): probabilities, of which the chosen ones are divided by their sum
     sigmoid   as DeepSeek-V3 (arXiv 2412.19437): affinities between 0 and 1, of which the chosen ones are divided by their sum
 
-A token with one expert keeps its score undivided, as in Switch (arXiv 2101.03961): a quotient would be 1 whatever the router
-says. A bias moves the choice alone and never the scales, so it changes which experts a token gets and leaves their gradients exact.
+A token with one expert keeps its score undivided unless `normalized` says otherwise, as in Switch (arXiv 2101.03961): a quotient would
+be 1 whatever the router says. A bias moves the choice alone and never the scales, so it changes which experts a token gets and leaves
+their gradients exact.
 
 Everything here works on each token on its own, in sums and maxima over experts. A sort or a gather would do the same, but XLA's partitioner
 brings the logits of all devices together for them.
@@ -28,7 +29,7 @@ def route(logits: jax.Array, bias: jax.Array | None, config: ExpertsConfig) -> t
         ranked = _limited(ranked, config.groups, config.choose)
     choice = _best(ranked, config.choose)
     scale = jnp.sum(jnp.where(is_chosen(choice, config.count), scores[..., None, :], 0.0), axis=-1)
-    if config.choose > 1:
+    if config.is_normalized:
         # Affinities may all be 0 in f32.
         scale = scale / (jnp.sum(scale, axis=-1, keepdims=True) + 1e-20)
     return choice, scale

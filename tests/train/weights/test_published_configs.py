@@ -1,0 +1,425 @@
+"""config.json as people have it: whole files of published models (tests/goldens/configs), and keys that say nothing, the same, or more."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from golden_models import GOLDENS, config_of, expected
+from test_families import LEAST
+
+import jgt
+from jgt.document import Node, bind
+from train.models.config import ModelConfig
+from train.models.decoder import build
+from train.models.experts.config import ExpertsConfig
+from train.models.experts.routing import route
+from train.weights.described import Keys, described_by, published
+from train.weights.describing import described_as_family
+from train.weights.families import FAMILIES
+from train.weights.load import open_files
+from train.weights.safetensors import open_folder
+from train.weights.writing import write_folder
+
+CONFIGS = {file.stem: file for file in sorted((Path(__file__).parents[2] / "goldens" / "configs").iterdir())}
+PARAMETERS = {
+    "HuggingFaceTB--SmolLM2-135M": 134_515_008,
+    "Qwen--Qwen2.5-0.5B": 494_032_768,
+    "Qwen--Qwen3-0.6B": 596_049_920,
+    "Qwen--Qwen3-1.7B": 1_720_574_976,
+    "Qwen--Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen--Qwen3-8B": 8_190_735_360,
+    "Qwen--Qwen3-Coder-480B-A35B-Instruct": 480_154_875_392,
+    "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
+    "google--gemma-2-9b": 9_241_705_984,
+    "meta-llama--Meta-Llama-3.1-70B": 70_553_706_496,
+    "meta-llama--Meta-Llama-3.1-8B": 8_030_261_248,
+    "microsoft--Phi-4-mini-instruct": 3_836_021_760,
+    "mistralai--Mixtral-8x7B-v0.1": 46_702_792_704,
+    "nvidia--Llama-3.1-70B-Instruct-FP8": 70_553_706_496,
+    "nvidia--Qwen3-235B-A22B-NVFP4": 235_093_634_560,
+    "tiiuae--Falcon3-7B-Instruct": 7_455_550_464,
+}
+REASONS = {
+    "deepseek_ref": "sparse or compressed attention",
+    "deepseek_v3": "multi-head latent attention",
+    "deepseek_v32": "sparse or compressed attention",
+    "deepseek_v4": "sparse or compressed attention",
+    "gemma4": "layers of several sizes",
+    "glm_moe_dsa": "sparse or compressed attention",
+    "gpt_oss": "attention with sinks",
+    "kimi_k2": "multi-head latent attention",
+    "kimi_k25": "multi-head latent attention",
+    "kimi_k3": "sparse or compressed attention",
+    "llama4": "chunked attention",
+    "mimo": "multi-token prediction",
+    "minimax_m2": "experts with a router of their own",
+    "nemotron_h": "state-space or convolution layers",
+    "qwen3_5": "linear attention",
+    "qwen3_5_moe": "linear attention",
+    "qwen3_vl": "images, audio or other inputs",
+    "qwen3_vl_moe": "images, audio or other inputs",
+    "step3p7": "experts with a router of their own",
+}
+PLACE = Path("config.json")
+EXPERTS = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
+def least(family, **changes):
+    """A whole config.json of a family."""
+    gpt = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 64}
+    sizes = gpt if family == "gpt2" else LEAST | EXPERTS.get(family, {})
+    return {"model_type": family, **sizes, **changes}
+
+
+def keys_of(family, **changes):
+    return described_by(least(family, **changes), PLACE).keys
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_published_file_is_taken_or_answered_with_the_reason(name):
+    values = json.loads(CONFIGS[name].read_text())
+    if name in PARAMETERS:
+        config = bind(Node.of(dict(described_by(values, PLACE).keys), "config.json", "model"), ModelConfig, [])
+        assert sum(x.size for x in jax.tree.leaves(jax.eval_shape(build(config).init, jax.random.key(0))[0])) == PARAMETERS[name]
+        return
+    with pytest.raises(jgt.InputError) as caught:
+        described_by(values, PLACE)
+    assert len(caught.value.problems) == 1
+    kind = values["model_type"]
+    assert ("the tensors are quantised (" if kind in FAMILIES else REASONS[kind]) in str(caught.value)
+    assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "nearest"), [("lama", "llama"), ("qwen3_mo", "qwen3_moe"), ("gpt-neox", "gpt_neox")])
+def test_a_slip_gets_a_suggestion(kind, nearest):
+    with pytest.raises(jgt.InputError, match=rf"model_type: '{kind}' is not known. Did you mean '{nearest}'\? Supported: llama, mistral"):
+        described_by({"model_type": kind}, PLACE)
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama5", "gemma4", "qwen2_moe", "glm", "olmo", "olmoe", "cohere2", "mistral4", "granitemoe", "qwen3_next", "opt"]
+)
+def test_another_architecture_gets_none(kind):
+    with pytest.raises(jgt.InputError, match="Supported: llama, mistral") as caught:
+        described_by({"model_type": kind}, PLACE)
+    assert "Did you mean" not in str(caught.value)
+
+
+# -- keys that say nothing -----------------------------------------------------------------------------------------
+
+CLUTTER = {
+    "_attn_implementation_autoset": True,
+    "_model_name_or_path": "a model",
+    "_name_or_path": "a model",
+    "diversity_penalty": 0.0,
+    "dtype": "bfloat16",
+    "early_stopping": False,
+    "is_causal": True,
+    "layer_types": ["full_attention"] * 4,
+    "length_penalty": 1.0,
+    "lm_head_bias": False,
+    "max_sequence_length": 2048,
+    "moe_layers": [],
+    "num_beams": 1,
+    "output_scores": False,
+    "pruned_heads": {},
+    "quantization_config": {},
+    "repetition_penalty": 1.0,
+    "residual_dropout": 0.1,
+    "return_dict_in_generate": False,
+    "rope_interleaved": False,
+    "tf_legacy_loss": False,
+    "torch_dtype": "float32",
+    "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+    "typical_p": 1.0,
+    "unsloth_fixed": True,
+    "unsloth_version": "2025.3.1",
+    "use_mrope": False,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_keys_that_say_nothing_change_nothing(family):
+    types = {"layer_types": ["full_attention"] * 4} if "layer_types" in FAMILIES[family].has else {}
+    assert keys_of(family, **CLUTTER) == keys_of(family, **types)
+
+
+SAME = [
+    ("llama", {"is_llama_config": True}),
+    ("gemma2", {"sliding_window": 4096, "sliding_window_size": 4096}),
+    ("gemma3_text", {"sliding_window_pattern": 6, "_sliding_window_pattern": 6}),
+    ("phi3", {"embd_layer": "default", "full_attn_mod": 1, "interpolate_factor": 1}),
+    ("qwen3", {"use_qk_norm": True}),
+    ("qwen3_moe", {"num_local_experts": 4, "use_qk_norm": True, "shared_expert_intermediate_size": 0, "qkv_bias": False}),
+    ("starcoder2", {"mlp_type": "default", "norm_type": "layer_norm"}),
+    ("gpt_neox", {"rope_theta": 10000, "partial_rotary_factor": 0.25}),
+    ("glm4", {"attention_bias": True}),
+    ("llama", {"rope_scaling": {}}),
+    ("llama", {"rope_parameters": {"rope_type": "default", "type": "default", "rope_theta": 10000.0}}),
+    ("olmo3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
+    ("gemma3_text", {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 64}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), SAME, ids=str)
+def test_keys_that_say_what_the_family_is_are_taken(family, changes):
+    assert keys_of(family, **changes) == keys_of(family)
+
+
+MORE = [
+    ("llama", {"is_llama_config": False}, "is_llama_config: false is not supported"),
+    ("llama", {"is_causal": False}, "is_causal: false"),
+    ("llama", {"use_rope": False}, "use_rope: false"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved: true: jgt does not know this key"),
+    ("llama", {"layer_types": ["sliding_attention"] * 4}, "layer_types:"),
+    ("llama", {"layer_norm_eps": 1e-3}, "layer_norm_eps: 0.001: jgt does not know this key, .*. Remove it if it changes nothing"),
+    ("phi", {"rms_norm_eps": 1e-3}, "rms_norm_eps: 0.001: jgt does not know"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5, but the family's class rotates all of a head"),
+    ("olmo2", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor: 0.5, but the family"),
+    ("gpt_neox", {"rope_theta": 77_777.0}, "rope_theta: 77777.0 is not supported. Supported: 10000"),
+    ("gemma2", {"sliding_window": 8, "sliding_window_size": 16}, "sliding_window: 8, but sliding_window_size: 16 says the same"),
+    (
+        "gemma3_text",
+        {"sliding_window_pattern": 6, "_sliding_window_pattern": 3},
+        "but _sliding_window_pattern: 3 says the same",
+    ),
+    ("qwen3_moe", {"num_local_experts": 8}, "num_experts: 4, but num_local_experts: 8 says the same"),
+    ("qwen3", {"use_qk_norm": False}, "use_qk_norm: false is not supported"),
+    ("phi3", {"full_attn_mod": 2}, "full_attn_mod: 2 is not supported"),
+    ("starcoder2", {"norm_type": "rms_norm"}, "norm_type: 'rms_norm' is not supported"),
+    ("cohere", {"use_qk_norm": True}, "use_qk_norm: true is not supported"),
+    ("stablelm", {"qk_layernorm": True}, "qk_layernorm: true is not supported"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights: false is not supported"),
+    ("mixtral", {"shared_expert_intermediate_size": 16}, "shared_expert_intermediate_size: 16"),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "type": "default", "factor": 2.0}}, "rope_type: 'linear', but type: 'default'"),
+    ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}, "is missing"),
+    (
+        "phi3",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        "'original_max_position_embeddings' is missing",
+    ),
+    ("llama", {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "rope_parameters: full_attention"),
+    (
+        "qwen2",
+        {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e6}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "say different things",
+    ),
+    ("gemma3_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_theta, rope_type: say which layers have it"),
+    ("olmo3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "factor, rope_type: say which layers have it"),
+    ("olmo3", {"rope_theta": 1e6}, "rope_theta: of which layers is unclear"),
+    ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "sliding_attention: rope_type: 'linear'"),
+    (
+        "gemma3_text",
+        {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        "say different",
+    ),
+    (
+        "llama",
+        {"quantization_config": {"quant_method": "awq", "bits": 4}},
+        r"the tensors are quantised \(awq\). Take the model that they were made from",
+    ),
+    ("llama", {"quantization_config": {"quant_algo": "NVFP4"}}, r"quantised \(NVFP4\)"),
+    ("llama", {"compression_config": {"format": "pack-quantized"}}, r"quantised \(pack-quantized\)"),
+    ("llama", {"quantization_config": {"load_in_4bit": True, "quant_method": "bitsandbytes"}}, r"quantised \(bitsandbytes\)"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "problem"), MORE, ids=str)
+def test_keys_that_say_more_are_refused_by_name(family, changes, problem):
+    with pytest.raises(jgt.InputError, match=problem):
+        keys_of(family, **changes)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "mrope"])
+def test_one_unknown_kind_of_positions_is_one_line(kind):
+    with pytest.raises(jgt.InputError) as caught:
+        keys_of("llama", rope_scaling={"rope_type": kind, "factor": 4.0, "beta_fast": 32, "mrope_section": [1, 2]})
+    (problem,) = caught.value.problems
+    assert problem == f"config.json: rope_scaling: '{kind}' is not supported. Supported: default, linear, llama3, longrope"
+
+
+# Of training, of generation, and a length that only scaled positions read.
+SILENT = {
+    *("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp", "return_dict", "use_cache"),
+    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "classifier_dropout", "router_aux_loss_coef", "original_max_position_embeddings"),
+    *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+}
+
+
+def test_no_key_of_a_class_is_off_without_a_word_if_its_absence_means_on():
+    # What the classes of transformers 5.24 have where a config.json has no key.
+    defaults = json.loads((Path(__file__).parents[2] / "goldens" / "class_defaults.json").read_text())
+    for family, values in defaults.items():
+        keys = Keys(least(family))
+        FAMILIES[family].read(keys)
+        unread = Keys({name: type(value)() for name, value in values.items() if value and name not in keys.read})
+        assert unread.values.keys() - SILENT == set(), family
+
+
+# -- two places that say the same ----------------------------------------------------------------------------------
+
+INNER = {"rope_type": "default", "rope_theta": 500_000.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt2", "gpt_neox", "gemma3_text", "olmo3"}))
+def test_the_theta_inside_counts_as_in_transformers(family):
+    assert keys_of(family, rope_theta=10_000.0, rope_parameters=INNER)["rope_theta"] == 500_000.0
+    assert keys_of(family, rope_theta=500_000.0)["rope_theta"] == 500_000.0
+
+
+@pytest.mark.parametrize("family", ["glm4", "phi", "stablelm", "phi3"])
+def test_the_share_inside_counts(family):
+    assert keys_of(family, partial_rotary_factor=1.0, rope_parameters={**INNER, "partial_rotary_factor": 0.5})["rope_share"] == 0.5
+
+
+def test_the_names_of_gpt_neox_count_outside_alone():
+    inner = {**INNER, "partial_rotary_factor": 0.5}
+    assert (found := keys_of("gpt_neox", rotary_pct=1.0, rotary_emb_base=10_000, rope_parameters=inner))["rope_theta"] == 500_000.0
+    assert found["rope_share"] == 0.5
+    assert (found := keys_of("gpt_neox", rotary_pct=0.5, rotary_emb_base=77_777, rope_theta=77_777))["rope_theta"] == 77_777
+    assert found["rope_share"] == 0.5
+
+
+def test_both_forms_of_positions_may_say_the_same():
+    both = keys_of("llama", rope_theta=5e5, rope_scaling=LLAMA3, rope_parameters={**LLAMA3, "rope_theta": 5e5})
+    assert both == keys_of("llama", rope_theta=5e5, rope_scaling=LLAMA3)
+
+
+FULL = {"full_attention": INNER}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "thetas"),
+    [
+        ("gemma3_text", {}, (1e6, 1e4)),
+        ("gemma3_text", {"rope_theta": 77.0}, (77.0, 1e4)),
+        ("gemma3_text", {"rope_parameters": FULL}, (5e5, 1e4)),
+        ("gemma3_text", {"rope_parameters": {"sliding_attention": {"rope_theta": 20.0}}}, (1e6, 20.0)),
+        ("gemma3_text", {"rope_theta": 77.0, "rope_parameters": {"full_attention": {"rope_type": "default"}}}, (77.0, 1e4)),
+        ("gemma3_text", {"rope_theta": 77.0, "rope_local_base_freq": 99.0, "rope_parameters": FULL}, (5e5, 99.0)),
+        ("olmo3", {}, (5e5, None)),
+        ("olmo3", {"rope_theta": 77.0, "rope_parameters": {**FULL, "sliding_attention": {"rope_theta": 20.0}}}, (5e5, 20.0)),
+        ("olmo3", {"rope_parameters": {"full_attention": {"rope_theta": 77.0}}}, (77.0, 5e5)),
+    ],
+    ids=str,
+)
+def test_each_kind_of_layer_has_its_theta(family, changes, thetas):
+    found = keys_of(family, num_hidden_layers=6, **changes)
+    assert (found["rope_theta"], found.get("window_theta")) == thetas
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_all_layers_may_have_the_window(family):
+    found = keys_of(family, use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    assert (found["window"], found["full_layers"]) == (8, [])
+
+
+def test_one_chosen_expert_is_that_of_the_class():
+    assert keys_of("mixtral", num_experts_per_tok=1)["experts"]["normalized"] is True
+    assert keys_of("qwen3_moe", num_experts_per_tok=1, norm_topk_prob=True)["experts"]["normalized"] is True
+    assert keys_of("qwen3_moe", num_experts_per_tok=1)["experts"]["normalized"] is False
+
+
+@pytest.mark.parametrize("choose", [1, 2])
+@pytest.mark.parametrize("normalized", [None, True, False])
+def test_scales_are_divided_by_their_sum_if_asked(choose, normalized):
+    logits = jax.random.normal(jax.random.key(0), (5, 4))
+    scale = route(logits, None, ExpertsConfig(count=4, choose=choose, normalized=normalized))[1]
+    wanted = np.sort(np.exp(logits) / np.exp(logits).sum(-1, keepdims=True))[:, ::-1][:, :choose]
+    is_divided = choose > 1 if normalized is None else normalized
+    np.testing.assert_allclose(scale, wanted / wanted.sum(-1, keepdims=True) if is_divided else wanted, rtol=1e-6)
+
+
+def test_a_switch_is_not_exported_as_a_mixture_that_divides():
+    config = config_of("mixtral")
+    switch = dataclasses.replace(config, hf=None, experts=dataclasses.replace(config.experts, choose=1, normalized=None))
+    with pytest.raises(jgt.InputError, match=r"model\.experts\.normalized: false"):
+        described_as_family(switch, str)
+
+
+def test_layers_of_olmo_3_are_exported_with_their_thetas():
+    config = dataclasses.replace(config_of("olmo3"), hf=None, rope_theta=77.0, window_theta=20.0)
+    found = described_as_family(config, str)
+    assert found.config["rope_parameters"]["sliding_attention"] == {"rope_theta": 20.0}
+    assert (found.keys["rope_theta"], found.keys["window_theta"]) == (77.0, 20.0)
+
+
+# -- tied heads, and quantised folders -----------------------------------------------------------------------------
+
+
+def folder_of(path, tensors, **changes):
+    """The golden folder of llama3, which is tied, with these tensors."""
+    values = {**json.loads((GOLDENS / "llama3" / "config.json").read_text()), **changes}
+    shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}
+    pieces = ((name, (), array) for name, array in tensors.items())
+    write_folder(path, shapes, pieces, files={"config.json": json.dumps(values).encode()}, max_file_bytes=1 << 30)
+    return path
+
+
+def logits_of(path):
+    """The logits of a folder for the golden tokens."""
+    described, problems = published(path), []
+    config = bind(Node.of({**described.keys, "seq": 96}, "config.json", "model"), ModelConfig, problems)
+    model = build(config)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))[0]
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = open_files(described, config, shapes).load(shapes, jax.tree.map(lambda _: here, shapes))
+    return jax.jit(lambda p, t: model.apply(p, {}, t))(params, expected("llama3")[0])
+
+
+def tensors_of_llama3():
+    folder = open_folder(GOLDENS / "llama3")
+    return {name: folder.read(name) for name in folder.tensors}
+
+
+TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def test_a_head_that_is_the_embedding_once_more_is_taken_from_either_tensor(tmp_path):
+    tensors, (_, wanted, std) = tensors_of_llama3(), expected("llama3")
+    for name, given in {"both": {**tensors, HEAD: tensors[TABLE]}, "head": {**tensors, HEAD: tensors[TABLE]}}.items():
+        if name == "head":
+            del given[TABLE]
+        assert np.abs(logits_of(folder_of(tmp_path / name, given))[:, ::5] - wanted).max() < 5e-5 * std
+
+
+def test_a_head_of_its_own_is_not_dropped(tmp_path):
+    tensors = tensors_of_llama3()
+    other = tensors[TABLE].copy()
+    other[-1, -1] += 1
+    path = folder_of(tmp_path / "tied", {**tensors, HEAD: other})
+    with pytest.raises(jgt.InputError, match=r"lm_head.weight differs from model.embed_tokens.weight, .*set it to false there"):
+        logits_of(path)
+    untied = logits_of(folder_of(tmp_path / "untied", {**tensors, HEAD: other}, tie_word_embeddings=False))
+    assert np.abs(untied[:, ::5, :-1] - expected("llama3")[1][..., :-1]).max() < 5e-5 * expected("llama3")[2]
+    assert np.abs(untied[:, ::5, -1] - expected("llama3")[1][..., -1]).max() > 0.1
+
+
+def test_a_quantised_folder_is_one_line(tmp_path):
+    tensors = tensors_of_llama3()
+    packed = {name: array.astype(np.uint8) if array.ndim == 2 else array for name, array in tensors.items()}
+    path = folder_of(tmp_path / "packed", packed)
+    with pytest.raises(jgt.InputError) as caught:
+        logits_of(path)
+    (problem,) = caught.value.problems
+    assert re.search("has tensors of the type uint8, .* If they are quantised, take the model that they were made from", problem)
+    (path / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    with pytest.raises(jgt.InputError, match=r"hf_quant_config.json: the tensors are quantised \(modelopt\). Take the model"):
+        published(path)
+
+
+def test_a_config_that_names_each_quantised_tensor_is_read(tmp_path):
+    names = {f"model.layers.{n}.mlp.experts.{n}.up_proj": {"group_size": 16} for n in range(50_000)}
+    text = json.dumps({**least("llama"), "quantization_config": {"quant_method": "modelopt", "quantized_layers": names}})
+    assert 1 << 20 < len(text) < 1 << 24
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(jgt.InputError, match=r"quantised \(modelopt\)"):
+        published(tmp_path)
