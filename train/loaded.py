@@ -98,14 +98,18 @@ class Loaded:
         return self.generator.answers(prompts, seed=seed, **keys)
 
     def logits(self, tokens: Any) -> jax.Array:
-        """The logits [rows, n, vocab] of tokens [rows, n], each row a text from its beginning. Raises ValueError for other shapes."""
-        ids, seq = np.asarray(tokens, np.int32), self.config.seq
+        """The logits [rows, n, vocab] of tokens [rows, n], each row a text from its beginning. Raises ValueError for others."""
+        ids, seq, vocab = np.asarray(tokens), self.config.seq, self.config.vocab
         if ids.ndim != 2 or not 0 < ids.shape[1] <= seq:
             raise ValueError(f"the tokens have the shape {list(ids.shape)}. Pass rows of equal length, of at most model.seq {seq} tokens")
+        if ids.dtype.kind not in "iu" or (ids.size and not 0 <= ids.min() <= ids.max() < vocab):
+            # JAX would read another token in its place.
+            found = f"from {ids.min()} to {ids.max()}" if ids.size else "none"
+            raise ValueError(f"the tokens are {found} ({ids.dtype}). Pass whole numbers from 0 to {vocab - 1}, below model.vocab {vocab}")
         rows = len(ids)
         # The rules may split rows over devices. A decoder's rows do not meet.
         shards = math.prod(self.setup.mesh.shape.get(axis, 1) for axis in self.setup.run.batch_dims[0])
-        return self.apply(self.params, self.variables, np.pad(ids, ((0, -rows % shards), (0, 0))))[:rows]
+        return self.apply(self.params, self.variables, np.pad(ids.astype(np.int32), ((0, -rows % shards), (0, 0))))[:rows]
 
     @functools.cached_property
     def apply(self) -> Callable[[Any, Any, Any], jax.Array]:

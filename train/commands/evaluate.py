@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -66,11 +67,17 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         raise InputError(["command line: --tasks: needs the package lm_eval. Install it: pip install 'jgt[eval]'"])
     if arguments.include is not None and not Path(arguments.include).is_dir():
         raise InputError([f"command line: --include {arguments.include}: no such folder"])
+    # The flag takes all words that follow it, overrides too.
+    words: list[str] = arguments.text or []
+    arguments.text = [word for word in words if Path(word).exists() or not re.match(r"[\w.]+=", word)]
+    arguments.overrides = [*arguments.overrides, *(word for word in words if word not in arguments.text)]
     mesh = _mesh(arguments.mesh)
     with programs_on_trial():
         result, table = _results(arguments, mesh)
     if arguments.json:
-        print(json.dumps(result, indent=1, default=str))
+        # JSON has no NaN, which is the mean of no tokens.
+        plain = json.loads(json.dumps(result, default=str), parse_constant=lambda _: None)
+        print(json.dumps(plain, indent=1))
     else:
         _print(result, table)
 

@@ -37,12 +37,14 @@ _GENERATION = ("generation_config.json", "config.json")
 class SpecialTokens:
     """The special tokens of a tokenizer.
 
-    beginning: the tokens in front of every text. end_of_text: the token that ends a document; None if it has none. ends: the tokens at
+    beginning: the tokens in front of every text. first: the token that the files name as the first one of a text, also where no text gets
+    it; None if there is none. end_of_text: the token that ends a document; None if it has none. ends: the tokens at
     which generation stops. pad: the token of padding, if it has one. template: the file with its chat template, if it has one. texts: the
     texts of tokens by the names that a template has for them, such as bos_token.
     """
 
     beginning: tuple[int, ...] = ()
+    first: int | None = None
     end_of_text: int | None = None
     ends: tuple[int, ...] = ()
     pad: int | None = None
@@ -59,14 +61,14 @@ def special_tokens(folder: Path, id_of: Callable[[str], int | None], beginning: 
     config = _config(folder)
     texts = _named(config, folder)
 
-    eos, pad = (id_of(texts[key]) if key in texts else None for key in ("eos_token", "pad_token"))
+    first, eos, pad = (id_of(texts[key]) if key in texts else None for key in ("bos_token", "eos_token", "pad_token"))
     end = _end_of_text(config.get("eos_token"), folder, id_of)
     named_ends = (eos, end, *map(id_of, END_OF_TURN_NAMES))
     ends = {token for token in named_ends if token is not None} | set(declared_ends(folder))
     files = [folder / name for name in _TEMPLATES] + ([folder / _CONFIG] if config.get("chat_template") is not None else [])
     template = next((file for file in files if file.is_file()), None)
     ids = tuple(sorted(ends))
-    return SpecialTokens(beginning=beginning, end_of_text=end, ends=ids, pad=pad, template=template, texts=texts)
+    return SpecialTokens(beginning=beginning, first=first, end_of_text=end, ends=ids, pad=pad, template=template, texts=texts)
 
 
 def declared_tokens(folder: Path, id_of: Callable[[str], int | None]) -> Iterator[tuple[int | None, Mapping[str, Any], bool]]:

@@ -69,9 +69,9 @@ def windows(tokens: Sequence[int], *, seq: int, stride: int) -> Iterator[Row]:
 
 
 def prefix_of(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The token before a text: the first one that the tokenizer adds to it, or else the end of another text. Empty if it has neither."""
+    """The token before a text, as in lm-evaluation-harness: the first of a text, or else the end of another. Empty if it has neither."""
     special = tokenizer.special
-    return special.beginning[:1] or (() if special.end_of_text is None else (special.end_of_text,))
+    return (*special.beginning, *(token for token in (special.first, special.end_of_text) if token is not None))[:1]
 
 
 class Scorer:

@@ -11,8 +11,10 @@ import pytest
 from local_tasks import ANSWERS, write_model
 
 import jgt
+from jgt.__main__ import main
 from jgt.document import InputError
-from train.evaluate.likelihood import Row, Scorer, windows
+from train.data.tokenizer import open_tokenizer
+from train.evaluate.likelihood import Row, Scorer, prefix_of, windows
 from train.evaluate.text import evaluate_texts
 
 BEGIN = 1
@@ -121,3 +123,40 @@ def test_texts_that_cannot_be_read_are_named_together(loaded, tmp_path):
     assert "none.txt: no such file" in text and "Add --field body" in text and "must be text, not the whole number 3" in text
     with pytest.raises(InputError, match=r"--stride 300: must be from 1 to the model's sequence length 256"):
         evaluate_texts(scorer, [str(tmp_path / "lines.jsonl")], field="body", stride=300)
+
+
+@pytest.mark.parametrize(("named", "first"), [({"bos_token": "<s>"}, 1), ({"bos_token": None}, 2), ({"bos_token": "<gone>"}, 2)])
+def test_a_text_begins_as_in_lm_eval_after_the_token_that_the_folder_names(named, first, tmp_path):
+    folder = write_model(tmp_path / "model")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, "post_processor": None}))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, **named}))
+    opened = open_tokenizer(str(folder / "tokenizer.json"))
+    assert opened.special.beginning == () and prefix_of(opened) == (first,)
+
+
+@pytest.mark.parametrize("tokens", [[[3, 9999]], [[3, 64]], [[-1, 3]], [[1.5, 2.0]], [[2**40, 1]]], ids=str)
+def test_logits_of_tokens_that_the_model_does_not_have_are_refused(loaded, tokens):
+    with pytest.raises(ValueError, match=r"Pass whole numbers from 0 to 63, below model.vocab 64"):
+        loaded.logits(tokens)
+
+
+def test_words_with_an_equals_sign_behind_files_are_overrides_and_json_is_json(folder, tmp_path, capsys):
+    (tmp_path / "some.txt").write_text("abc def")
+    (tmp_path / "a=b").write_text("")
+    texts = [str(tmp_path / "some.txt"), str(tmp_path / "a=b")]
+    assert main(["eval", str(folder), "--json", "--text", *texts, "model.seq=24"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda name: pytest.fail(name))["text"]
+    assert [one["name"] for one in found] == [*texts, "all"] and found[0]["tokens"] == 7
+    assert found[1]["loss"] is None and found[2]["loss"] == found[0]["loss"]
+
+
+def test_a_prompt_that_is_refused_is_not_printed(folder, tmp_path, capsys):
+    bare = write_model(tmp_path / "model")
+    (bare / "tokenizer.json").unlink()
+    assert main(["generate", str(bare), "--prompt", "hello"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and "the model has no tokenizer, so a prompt must be a list of tokens. transformers writes" in err
+    assert main(["generate", str(folder), "--prompt", "abc", "--tokens", "3", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("abc")
