@@ -20,6 +20,7 @@ MESHES = {
     "replicated": "{data: 8}",
     "zero1": "{data: 8}",
     "fsdp": "{fsdp: 8}",
+    "any": "{fsdp: 8}",
     "hybrid": "{replica: 2, fsdp: 4}",
     "tensor": "{data: 4, tensor: 2}",
     "sequence": "{data: 4, tensor: 2}",

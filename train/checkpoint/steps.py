@@ -194,6 +194,13 @@ def find_steps(path: Path | str, key: Key | None = None) -> tuple[Steps | Bucket
     return Steps(path / FOLDER if kind(path / FOLDER, follow=True) == stat.S_IFDIR else path, key), None
 
 
+def steps_near(path: Path | str) -> str:
+    """The end of a message about a place without a checkpoint: `. Its steps are 50, 100`, which are at the place or beside it."""
+    run = path.absolute().parent if isinstance(path, Path) and path.name.isdecimal() else path
+    listed = find_steps(run)[0].listed()
+    return f". Its steps are {', '.join(map(str, sorted(listed)[-12:]))}" if listed else ""
+
+
 def run_url(url: str) -> tuple[str, int | None]:
     """The URL of a run, by itself or by that of its checkpoints or of one of them, whose step it returns too."""
     match = _URL.fullmatch(url)

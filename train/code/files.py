@@ -54,6 +54,11 @@ class Code:
             digest.update(path.read_bytes())
         return digest.hexdigest() if self.files else ""
 
+    @property
+    def meaning(self) -> list[tuple[str, str]]:
+        """The names and contents of all files, without comments and layout. Raises SyntaxError and ValueError."""
+        return [(inside, ast.dump(ast.parse(path.read_bytes()))) for inside, path in sorted(self.files.items())]
+
     def defined(self, module: str) -> list[str]:
         """The classes, functions and values that a module defines at its top, or names in `__all__`. Raises InputError for other text."""
         path = self.modules[module]

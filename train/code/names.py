@@ -78,10 +78,10 @@ def name_problem(name: str, key: str, code: Code) -> str | None:
     if module not in code.modules:
         if name in {entry.value for entry in entry_points(group=GROUP)}:
             return None
-        if not code.modules:
-            return f"{name!r} is code of your own, which a config alone does not run. Add --code PATH with the file or folder of {module}"
         if module in sys.stdlib_module_names:
             return f"--code has no module {module!r}, because {module} {IS_PYTHONS}"
+        if not code.modules:
+            return f"{name!r} is code of your own, which a config alone does not run. Add --code PATH with the file or folder of {module}"
         return f"--code has no module {module!r}. {nearest(module, code.modules)}"
     defined = code.defined(module)
     return None if attribute in defined else f"{code.modules[module]} does not define {attribute!r}. {nearest(attribute, defined)}"

@@ -6,4 +6,5 @@ from .config import Run as Run
 from .load import load as load
 from .load import rules_document as rules_document
 from .problems import batch_problems as batch_problems
+from .problems import without_effect as without_effect
 from .sync import replica_problems as replica_problems

@@ -31,7 +31,7 @@ from ..sections import (
 from ..step.config import OptimizerConfig, OwnOptimizer
 from ..sync.config import SyncConfig
 
-OWN = ("model.kind", "train.loss", "optimizer.name", "data.source")
+OWN = ("model.kind", "train.loss", "optimizer.name", "data.source", "data.transform")
 """The keys that may name code of the user's own."""
 
 
@@ -98,7 +98,7 @@ class Run:
     def own(self, key: str) -> str | None:
         """The name of the user's own object that a key of `OWN` names; None if the trainer's own is meant."""
         section, _, name = key.partition(".")
-        value = getattr(getattr(self.config, section), name)
+        value = getattr(getattr(self.config, section), name, None)
         return value if is_name(value) else None
 
     @property

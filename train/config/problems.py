@@ -28,6 +28,19 @@ def run_problems(run: Run) -> Iterator[str]:
     yield from sync_problems(run)
 
 
+def without_effect(run: Run, *, has_held_out: bool) -> Iterator[str]:
+    """Lines about settings that are allowed, such as in a short trial of a run, and have no effect. has_held_out: whether data is."""
+    train, warmup = run.config.train, run.config.optimizer.warmup
+    if train.eval_every and not has_held_out and not run.config.eval.tasks:
+        remedy = "Hold data out (data.eval_tokens, or data.eval_path), or remove the key"
+        yield run.root.find("train.eval_every").problem(f"{train.eval_every} has no effect, because no data is held out. {remedy}")
+    if run.config.sample.prompt != "\n" and not run.config.sample.tokens:
+        yield run.root.find("sample.prompt").problem("has no effect, because sample.tokens is 0. Set it, or remove the key")
+    if warmup >= run.steps and (train.epochs is None or run.epoch_steps):
+        why = f"{warmup} steps are not over when the run ends at step {run.steps}, so the learning rate never reaches optimizer.lr"
+        yield run.root.find("optimizer.warmup").problem(f"{why}. Set it below the number of steps")
+
+
 def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
     """Messages if the mesh axes that the rules assign to the inputs do not divide batch and sequence, or the loss's chunks the sequence.
 

@@ -114,6 +114,11 @@ class Data:
         return self._train.stored(samples) if isinstance(self._train, Streams) else None
 
     @property
+    def is_repeatable(self) -> bool:
+        """Whether samples have the same values each time they are read."""
+        return not {"random", "eval_random"} & self.fingerprint.keys()
+
+    @property
     def is_stream(self) -> bool:
         """Whether the training samples have no index."""
         return isinstance(self._train, Streams)

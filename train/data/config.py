@@ -125,6 +125,7 @@ class DataConfig(_SourceKeys):
     cache_bytes: the limit of all copies in that folder together. null: the disk's.
     """
 
+    WORDS: ClassVar[Mapping[str, str]] = {"sources": "data.mixture", "datasets": "data.mixture", "parts": "data.mixture"}
     source: Annotated[_Source, f"A dataset of Hugging Face is hf:NAME. {OR_OWN}"] = "stdlib"
     eval_tokens: Annotated[int, Bound(low=0, high=10**12)] | None = None
     shuffle: bool = True
@@ -167,6 +168,11 @@ class DataConfig(_SourceKeys):
         """The tokenizer of the texts, which all parts share; None if nothing says how the ids of token files were made."""
         parts = self.parts()
         return None if parts[0].tokenizer == BYTES and all(part.source == "tokens" for part in parts) else parts[0].tokenizer
+
+    @property
+    def eval_parts(self) -> tuple[str, ...]:
+        """The names in metrics of the parts that are to hold data out."""
+        return tuple(name for name, part in zip(self.part_names(), self.parts(), strict=True) if part.eval_path or self.eval_tokens != 0)
 
     def part_names(self) -> tuple[str, ...]:
         """The name of each part in metrics. Parts without names of their own that would share one get their number as well."""
@@ -228,6 +234,7 @@ class OwnData:
     source: MODULE:NAME of the function, hf:NAME for a dataset of Hugging Face or a folder with its files, or tar:PATH for files of
     WebDataset. shuffle: whether training reads the samples in a random order, another one in each epoch. shuffle_buffer: how many samples
     of a stream are shuffled together. resume: exact refuses a stream that cannot say where it is, which a resumed run would read again.
+    transform: MODULE:NAME of a function transform(sample, rng), which changes the training samples at random.
     arguments: all further keys, which are passed to it.
     """
 
@@ -236,7 +243,9 @@ class OwnData:
     shuffle: bool = True
     shuffle_buffer: Annotated[int, Bound(low=0, high=10**9)] = 0
     resume: Literal["skip", "exact"] = "skip"
+    transform: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
+    eval_parts: ClassVar[tuple[str, ...]] = ()
 
     @property
     def is_shipped(self) -> bool:
@@ -257,5 +266,10 @@ class OwnData:
         """A buffer to shuffle in, without shuffling; a name that is empty."""
         if self.source in (f"{kind}:" for kind in SHIPPED_DATA):
             yield "source", f"{self.source} needs a name behind it, such as {self.source}NAME"
+        if self.transform is not None and not is_name(self.transform):
+            yield (
+                "transform",
+                f"{shown(self.transform)} is not MODULE:NAME of a function transform(sample, rng) (docs/own.md)",
+            )
         if self.shuffle_buffer and not self.shuffle:
             yield "shuffle_buffer", f"is {self.shuffle_buffer:,}, but shuffle is false. Remove one of them"

@@ -96,16 +96,17 @@ def open_data(
 def open_own_data(source: OwnSource, config: OwnData, *, seed: int, processes: int = 1) -> Data:
     """The samples of a user's function, in an order that depends on the seed. processes: those of the run."""
     if isinstance(source.train, StreamSource):
-        train, count = Streams(source.train, buffer=config.shuffle_buffer, seed=seed, processes=processes), None
-        notes = () if source.train.has_state else (_NO_STATE.format(config.source),)
+        train = Streams(source.train, buffer=config.shuffle_buffer, seed=seed, processes=processes)
+        count, notes = None, () if source.train.has_state else (_NO_STATE.format(config.source),)
     else:
         train, count, notes = _endless(grain.MapDataset.source(source.train), seed, 0, shuffles=config.shuffle), len(source.train), ()
+        train = train if source.transform is None else train.map_with_index(source.drawn)
     return Data(
         fingerprint=source.fingerprint,
         tokenizer=None if config.tokenizer_name is None else open_tokenizer(config.tokenizer_name),
         train_sequences=count,
         element=source.element,
-        notes=notes,
+        notes=(*notes, *source.notes),
         pads=False,
         _stack=source.stack,
         _train=train,

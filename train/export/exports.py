@@ -93,7 +93,7 @@ class Exports:
                     say(f"{entry} is of a later step than {first}, from which the run goes on. {self._clear(entry)}")
         except OSError as error:
             problems.append(f"{where}: cannot be read or written: {describe(error, path)}")
-        agree_on_input(problems, None)
+        agree_on_input(problems)
         if not is_first:
             return
         for step in self._steps.listed():

@@ -19,8 +19,9 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import jax
@@ -226,8 +227,8 @@ def _end_late(code: int) -> None:
         os._exit(code)
 
 
-def agree_on_input(problems: Sequence[str], values: Any) -> None:
-    """Returns when no process has a problem and all processes have the same `values` (plain Python values).
+def agree_on_input(problems: Sequence[str], values: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Returns when no process has a problem and all processes have the same `values` (plain Python values, by what they are).
 
     Otherwise raises InputError on every process: with its own problems, or with the number of a process that has some, or with the number
     of a process whose values differ.
@@ -238,16 +239,18 @@ def agree_on_input(problems: Sequence[str], values: Any) -> None:
             raise InputError(problems)
         return
     # A checksum stands for the values, because the exchange takes arrays of one shape on all processes.
-    mine = np.array([len(problems), zlib.crc32(json.dumps(values, sort_keys=True, default=str).encode())], np.uint32)
-    # [process, 2]. The exchange comes before any raise: a process that raised first would leave the others waiting in it.
-    everyone = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, 2)
+    checksums = [zlib.crc32(json.dumps(value, sort_keys=True, default=str).encode()) for value in values.values()]
+    mine = np.array([len(problems), *checksums], np.uint32)
+    # [process, 1 + values]. The exchange comes before any raise: a process that raised first would leave the others waiting in it.
+    everyone = np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, len(mine))
     if problems:
         raise InputError(problems)
     me = f"process {jax.process_index()}"
     if failed := np.flatnonzero(everyone[:, 0]).tolist():
         raise InputError([f"{me}: stopped because of the problems that process {failed[0]} reports"])
-    if other := np.flatnonzero(everyone[:, 1] != mine[1]).tolist():
-        raise InputError([f"{me}: its config or its data differs from process {other[0]}'s. Give all processes the same"])
+    if len(other := np.argwhere(everyone != mine)):
+        process, which = other[0].tolist()
+        raise InputError([f"{me}: {[*values][which - 1]} differs from process {process}'s. Give all processes the same"])
 
 
 def true_on_all_processes(mine: bool) -> bool:

@@ -43,6 +43,7 @@ _PARTS = {
         "a function that makes an optax transformation, such as lambda learning_rate: optax.sgd(learning_rate)",
     ),
     "data.source": ("data", "a function"),
+    "data.transform": ("transform", "a function transform(sample, rng)"),
 }
 """The argument of each key, and what it may be."""
 _FOREVER = 1_000_000.0
@@ -85,6 +86,7 @@ def run_here(
     loss: Callable[..., Any] | None = None,
     optimizer: Callable[..., Any] | None = None,
     data: Any = None,
+    transform: Callable[..., Any] | None = None,
     hooks: Mapping[str, Callable[..., Any]] | None = None,
     code: str | Path | Sequence[str | Path] = (),
     resume: str = "auto",
@@ -95,12 +97,12 @@ def run_here(
 
     config: a file, or its contents as a mapping; overrides: as on the command line. model: the class of a module or a function that makes
     one, called with the keys of `model:`. loss, optimizer: functions. data: a function, called with the keys of `data:`, or samples, or a
-    pair of training and held-out samples. hooks: functions or classes by the names of their entries in `hooks:`. code, resume,
-    allow_change: as the options of the command.
+    pair of training and held-out samples. transform: a function of a training sample and a generator of random numbers. hooks: functions or
+    classes by the names of their entries in `hooks:`. code, resume, allow_change: as the options of the command.
     """
     if others:
         raise TypeError(f"jgt.run has no argument {next(iter(others))!r}. Values of the config are overrides, such as ['train.steps=3']")
-    parts = {"model.kind": model, "train.loss": loss, "optimizer.name": optimizer, "data.source": data}
+    parts = {"model.kind": model, "train.loss": loss, "optimizer.name": optimizer, "data.source": data, "data.transform": transform}
     own = own_code(code, parts | {f"hooks.{name}.call": hook for name, hook in (hooks or {}).items()})
     checked = configs.load(config, listed(overrides), code=own)
     watched = replace(checked.config.watchdog, step_seconds=_FOREVER, start_seconds=_FOREVER)

@@ -14,20 +14,26 @@ import jax
 
 from jgt.document import InputError
 
-from ..config import Run
+from ..config import Run, without_effect
+from ..data.config import DataConfig, OwnData
+from ..data.files import Finder
 from ..models.config import ModelConfig
 from ..models.decoder import build
 from ..records.console import Screen
 from ..setup import Setup, prepare
 from ..setup.published import open_published
+from ..store.bucket import is_url
 from ..verify.compare import is_verified
 from ..weights.described import Described
 from ..weights.load import open_files
 from ..weights.safetensors import has_weights
+from .identity import check_weights
+from .opened import evaluations_of, opened_data
+from .start import eval_batch_of
 
 
 def check_placement(run: Run) -> Setup:
-    """Places the run's parameters on a mesh that is only described, and compares them with the files of `model.hf`.
+    """Places the run's parameters on a mesh that is only described, and compares them with the files of `model.hf`. Reads small data.
 
     Raises InputError with every problem.
 
@@ -41,10 +47,23 @@ def check_placement(run: Run) -> Setup:
         if -1 in run.mesh.values():
             raise InputError([f"{run.where('mesh')}: mesh: one size is -1. Add --devices N to say for how many devices to check"])
         count = math.prod(run.mesh.values())
-    setup, model = prepare(run, num_devices=count), run.config.model
+    check_weights(run)
+    data = opened_data(run) if is_read(run.config.data) else None
+    setup, model = prepare(run, num_devices=count, element=None if data is None else data.element), run.config.model
+    if data is not None:
+        eval_batch_of(data, setup)
+    evaluations_of(setup, (data or run.config.data).eval_parts)
     if isinstance(model, ModelConfig) and model.hf is not None and Path(model.hf).is_dir() and has_weights(Path(model.hf)):
         open_published(setup, Path(model.hf))
     return setup
+
+
+def is_read(data: DataConfig | OwnData) -> bool:
+    """Whether the check reads the data: samples of the user's own, to see their arrays, and files that are small enough."""
+    if isinstance(data, OwnData):
+        return True
+    paths = [path for part in data.parts() for path in (part.path, part.eval_path) if path is not None]
+    return bool(paths) and not any(map(is_url, paths)) and sum(Finder().files(path).num_bytes for path in paths) <= 8_000_000
 
 
 def to_json(setup: Setup) -> dict[str, Any]:
@@ -69,7 +88,12 @@ def print_check(setup: Setup) -> None:
     """Prints the placement for a person."""
     screen = Screen(enabled=True)
     screen.setup(setup)
+    data = setup.run.config.data
+    for line in without_effect(setup.run, has_held_out=isinstance(data, OwnData) or bool(data.eval_parts)):
+        screen.say(line)
     screen.say("Everything fits: every rule is used, and every sharded dim is divisible by its mesh axes or padded.")
+    if not is_read(data):
+        screen.say("The data was not read: jgt train FILE --dry-run reads all of it, and jgt check FILE --show-data shows some.")
     if not is_verified(setup.run):
         screen.say("This layout was never compared with one device on this machine: jgt verify FILE does that in seconds.")
 

@@ -96,13 +96,24 @@ def check_folder(run: Run, resume: Resume) -> None:
         raise DiskError(f"{describe(error, folder)}. No checkpoint was changed") from None
     if problems:
         raise InputError(problems)
-    # No config.yaml: no run was started here yet.
-    if resume.never or not path.is_file():
+    if resume.never or not _has_saved(run):
         return
     before = document.read(path).plain()
-    problems = _changed(run, {**{key: _get(before, key) for key in _fixed(run)}, "code": code_of(folder)}, str(path), resume.allow)
+    code = run.code.checksum if _means_the_same(run, folder) else code_of(folder)
+    problems = _changed(run, {**{key: _get(before, key) for key in _fixed(run)}, "code": code}, str(path), resume.allow)
     if problems:
         raise InputError(problems)
+
+
+def _has_saved(run: Run) -> bool:
+    """Whether there is a run with a checkpoint. A run directory without one has nothing to protect from another config."""
+    return (run.config.run.path / CONFIG).is_file() and bool(open_steps(run.config.run.checkpoints).listed())
+
+
+def _means_the_same(run: Run, folder: Path) -> bool:
+    with contextlib.suppress(InputError, SyntaxError, ValueError):
+        return run.code.meaning == read_code([folder / COPY]).meaning
+    return False
 
 
 def code_of(folder: Path) -> str | None:
@@ -130,7 +141,7 @@ def check_weights(run: Run) -> None:
 def check_data(run: Run, fingerprint: Mapping[str, Any], resume: Resume) -> None:
     """Raises InputError if the data's fingerprint differs from the one in the run directory."""
     path = run.config.run.path / DATA
-    if resume.never or not path.is_file():
+    if resume.never or not _has_saved(run) or not path.is_file():
         return
     try:
         before = json.loads(document.read_bytes(path, _MAX_BYTES))

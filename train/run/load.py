@@ -20,12 +20,12 @@ import numpy as np
 
 import jgt
 from jgt import Rules
-from jgt.document import InputError, read
+from jgt.document import InputError, nearest, read
 
 from .. import config as configs
 from ..checkpoint.saved import SavedStep, find_checkpoint
 from ..checkpoint.signature import read_key
-from ..checkpoint.steps import run_url
+from ..checkpoint.steps import run_url, steps_near
 from ..code.files import COPY, Code
 from ..code.names import is_name
 from ..compiled import finish_trial
@@ -62,25 +62,31 @@ def load_model(
     model: Any = None,
     loss: Callable[..., Any] | None = None,
     data: Any = None,
+    transform: Callable[..., Any] | None = None,
     code: str | Path | Sequence[str | Path] = (),
     sharded: bool = False,
     mesh: Any = None,
     rules: Rules | str | Path | Mapping[str, Any] | None = None,
     generates: bool = False,
     adapters: Mapping[str, str | Path] | None = None,
+    **others: Any,
 ) -> Loaded:
     """The model of a run directory's newest checkpoint, of one of its checkpoints, or of a folder of Hugging Face, with or without `hf:`.
 
     Each may be in a bucket and named by its URL. Of a folder of Hugging Face, a copy is read.
 
-    overrides: changes of the run's config. model, loss, data, code: the run's own parts, as in `run_here`. mesh, rules: the layout of the
-    arrays: sizes by axis, and rules, which are the run's if only a mesh is given. sharded: whether mesh and rules are the run's. Without
-    any of them, the arrays are whole on one device. generates: the layout is the one of generation, in which a model need not train.
+    overrides: changes of the run's config. model, loss, data, transform, code: the run's own parts, as in `run_here`. mesh, rules: the
+    layout of the arrays: sizes by axis, and rules, which are the run's if only a mesh is given. sharded: whether mesh and rules are the
+    run's. Without any of them, the arrays are whole on one device. generates: the layout is the one of generation, in which a model need
+    not train.
     adapters: folders of PEFT by names, for a published model. Raises InputError, also without a checkpoint.
     """
+    if others:
+        remedy = f"A step is part of the path: {str(path).rstrip('/')}/checkpoints/STEP. Keys of the config are overrides"
+        raise TypeError(f"jgt.load has no argument {next(iter(others))!r}. {remedy}")
     if mesh is not None and not isinstance(mesh, Mapping):
         raise TypeError(f"mesh must be the sizes of its axes, such as {{'fsdp': 8}}, not a {type(mesh).__name__}")
-    own = own_code(code, {"model.kind": model, "train.loss": loss, "data.source": data})
+    own = own_code(code, {"model.kind": model, "train.loss": loss, "data.source": data, "data.transform": transform})
     changes = [] if sharded or mesh is not None or rules is not None else [*_ALONE]
     if mesh is not None:
         changes += ["pipeline=null", "sync=null", f"mesh={json.dumps(dict(mesh))}"]
@@ -147,7 +153,7 @@ def _folder(name: str) -> tuple[Path, bool]:
         why = (
             "is not a run directory or a checkpoint in one, which has a config.yaml, and no folder of Hugging Face, which has a config.json"
         )
-        raise InputError([f"{path}: {why}"])
+        raise InputError([f"{path}: {why}. {nearest(path.name, [one.parent.name for one in path.absolute().parent.glob(f'*/{CONFIG}')])}"])
     return around, False
 
 
@@ -232,7 +238,7 @@ def _newest(path: Path | str, run: Run) -> SavedStep:
     """The checkpoint at a path, or the newest one of a run. Raises InputError."""
     saved, reports = find_checkpoint(path, read_key(run.config.checkpoint.key))
     if saved is None:
-        raise InputError([*reports, f"{path}: has no whole checkpoint"])
+        raise InputError([*reports, f"{path}: has no whole checkpoint{steps_near(path)}"])
     return saved
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from jgt import amount, path_text
 from jgt.document import InputError
 
-from ..config import Run
+from ..config import Run, without_effect
 from ..data.batches import Data
 from ..data.config import OwnData
 from ..data.opening import open_data, open_own_data
@@ -30,6 +31,7 @@ from ..setup.fit import compiled_to_fit, with_remat
 from ..setup.published import base_shapes
 from .identity import Resume, check_data
 from .loop import TaskMetrics
+from .start import eval_batch_of, local_rows
 
 
 def opened_data(run: Run) -> Data:
@@ -37,7 +39,8 @@ def opened_data(run: Run) -> Data:
     data, folder, seed = run.config.data, run.config.run.path, run.config.run.seed
     sizes = {"seq": run.config.model.seq, "vocab": run.config.model.vocab}
     if isinstance(data, OwnData):
-        return open_own_data(open_own(data, run.code, run.where, **sizes), data, seed=seed, processes=number_of_processes())
+        source = open_own(data, run.code, run.where, **sizes, seed=seed)
+        return open_own_data(source, data, seed=seed, processes=number_of_processes())
     return open_data(data, **sizes, seed=seed, cache_dir=folder / "data", where=run.where)
 
 
@@ -66,11 +69,26 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
     if data is not None and jax.process_index() == 0:
         with InputError.collect(problems):
             check_data(run, data.fingerprint, resume or Resume())
-    agree_on_input(problems, (run.resolved(), None if data is None else data.fingerprint))
+    if setup is not None and data is not None:
+        with InputError.collect(problems):
+            eval_batch_of(data, setup)
+            _check_rows(run, data, setup)
+    its_data = f"its data ({run.where('data')}: data)"
+    agree_on_input(problems, {"its config": run.resolved(), its_data: None if data is None else data.fingerprint})
     assert setup is not None and data is not None
     element = setup.program.element
     setup = with_remat(setup, lambda remat: prepare(run, element=element, remat=remat), compiled_to_fit)
     return setup.with_epochs(data.train_sequences), data
+
+
+def _check_rows(run: Run, data: Data, setup: Setup) -> None:
+    """Raises InputError if processes share rows of a batch, of which each would draw other values."""
+    rows = local_rows(next(iter(setup.batch_shardings.values())), (batch := run.config.train.batch, 1))
+    # All processes have as many.
+    if jax.process_count() * len(rows) > batch and not data.is_repeatable:
+        why = "samples have other values each time they are read, and several processes read the same rows, so their numbers would differ"
+        remedy = "Draw from the rng of data.transform (docs/own.md, Augmentation), or split the batch over all processes"
+        raise InputError([f"{run.where('data.source')}: data.source: {why}. {remedy}"])
 
 
 def open_tasks(setup: Setup) -> TaskMetrics | None:
@@ -82,17 +100,20 @@ def open_tasks(setup: Setup) -> TaskMetrics | None:
     harness = importlib.import_module("..evaluate.harness", __package__)
     with InputError.collect(problems):
         tasks = harness.TasksOfRun(setup, run.config.data.tokenizer_name).metrics
-    agree_on_input(problems, None)
+    agree_on_input(problems)
     return tasks
 
 
-def evaluations_of(setup: Setup, data: Data) -> Evaluations | None:
-    """The evaluations by which `checkpoint.best` and `train.stop_early` decide. Raises InputError, on all processes."""
+def evaluations_of(setup: Setup, eval_parts: Sequence[str]) -> Evaluations | None:
+    """The evaluations by which `checkpoint.best` and `train.stop_early` decide. eval_parts: the names of the data's.
+
+    Raises InputError, on all processes.
+    """
     run, evaluations, problems = setup.run, None, list[str]()
-    parts = ("", *(f"/{part}" for part in data.eval_parts if len(data.eval_parts) > 1)) if data.eval_parts else ()
+    parts = ("", *(f"/{part}" for part in eval_parts if len(eval_parts) > 1)) if eval_parts else ()
     with InputError.collect(problems):
         evaluations = open_evaluations(run, lambda: [f"eval_{name}{part}" for name in setup.eval_metrics for part in parts])
-    agree_on_input(problems, None)
+    agree_on_input(problems)
     return evaluations
 
 
@@ -101,7 +122,7 @@ def hooks_of(run: Run) -> list[Hook]:
     hooks, problems = list[Hook](), list[str]()
     with InputError.collect(problems):
         hooks += open_hooks(run)
-    agree_on_input(problems, None)
+    agree_on_input(problems)
     return hooks
 
 
@@ -111,7 +132,8 @@ def dry_run(run: Run) -> None:
     screen = Screen(enabled=jax.process_index() == 0)
     setup, data = open_run(run)
     screen.setup(setup)
-    screen.say(describe_data(data.fingerprint))
+    for line in (describe_data(data.fingerprint), *data.notes, *without_effect(setup.run, has_held_out=bool(data.eval_parts))):
+        screen.say(line)
     started = time.perf_counter()
     memory = setup.compile_train_step().memory_analysis()
     screen.say(f"Compiled the step in {time.perf_counter() - started:.1f} s")

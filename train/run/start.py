@@ -263,23 +263,32 @@ def _first_values(setup: Setup, names: Sequence[str]) -> dict[str, Any]:
     return jax.jit(first, out_shardings=shardings)()
 
 
+def eval_batch_of(data: Data, setup: Setup) -> int:
+    """The rows of a batch of an evaluation, whose program is traced. Raises InputError if there are too few samples, or if it fails."""
+    batch, is_whole, count = setup.run.config.train.batch, setup.objective.is_of_whole_batches, data.eval_sequences
+    # Held-out data without padding is read in batches that leave out few of its samples, and that mesh and pipeline still divide.
+    multiple = setup.eval_multiple
+    rows = batch if is_whole else data.eval_batch(batch, multiple)
+    few = f"{setup.run.where('data')}: data.source: {count} held-out samples are fewer than"
+    if is_whole and 0 < count < batch:
+        why = f"a batch of {batch}, which the loss compares with each other"
+        raise InputError([f"{few} {why}. Hold out more, or none, or lower train.batch"])
+    if not data.pads and 0 < count < multiple:
+        parts = " times the microbatches of the pipeline" if setup.run.pipeline is not None else ""
+        source = getattr(setup.run.config.data, "source", "")
+        raise InputError([f"{few} {multiple}, the devices that split a batch{parts}. Hold out more, or none ({source})"])
+    if count and (rows != batch or setup.program.evaluated is not setup.program.loss):
+        setup.eval_shapes(rows)
+    return rows
+
+
 class Feed:
     """Reads global batches: dicts of arrays [batch, ...], laid out as the setup says. Each process reads its devices' rows."""
 
     def __init__(self, data: Data, setup: Setup):
         self._data, self._shardings, self._element = data, setup.batch_shardings, setup.program.element
         self._batch, self._order = setup.run.config.train.batch, setup.row_order
-        # Held-out data without padding is read in batches that leave out few of its samples, and that the mesh still divides.
-        shards = max(self._batch // self._shardings[name].shard_shape(x.shape)[0] for name, x in setup.batch_shapes.items())
-        is_whole = setup.objective.is_of_whole_batches
-        self.eval_batch = self._batch if is_whole else data.eval_batch(self._batch, shards)
-        few = f"{setup.run.where('data')}: data.source: {data.eval_sequences} held-out samples are fewer than"
-        if is_whole and 0 < data.eval_sequences < self._batch:
-            why = f"a batch of {self._batch}, which the loss compares with each other"
-            raise InputError([f"{few} {why}. Hold out more, or none, or lower train.batch"])
-        if not data.pads and 0 < data.eval_sequences < shards:
-            source = getattr(setup.run.config.data, "source", "")
-            raise InputError([f"{few} the {shards} devices that split a batch. Hold out more, or none ({source})"])
+        self.eval_batch = eval_batch_of(data, setup)
 
     def train(self, samples: int) -> Iterator[dict[str, jax.Array]]:
         """Training batches without end, after the first `samples` sequences of the training data. Of a stream, returns when it is there."""

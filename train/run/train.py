@@ -21,7 +21,7 @@ from jgt.document import InputError
 from ..checkpoint.checkpoint import Checkpoints
 from ..checkpoint.disk import DiskError, describe
 from ..command_line import Exit, InUseError, say
-from ..config import Run
+from ..config import Run, without_effect
 from ..data.batches import Data
 from ..data.mapped import DataChangedError
 from ..evaluate.reference import SCORES, checksum, reference_of, with_reference
@@ -89,13 +89,13 @@ def train(
         open_devices()
         watch.begin_unlimited("opening model and data")
         setup, data = open_run(run, resume)
-        tasks, evaluations, hooks = open_tasks(setup), evaluations_of(setup, data), hooks_of(run)
+        tasks, evaluations, hooks = open_tasks(setup), evaluations_of(setup, data.eval_parts), hooks_of(run)
         # Only the first process has a lock: it alone names and removes files that belong to all.
         lock, problems = None, list[str]()
         with InputError.collect(problems):
             lock = None if process else _claim_folder(run, data, resume, screen, closing)
         # The others write into the directory only now, after an earlier run was moved out of it.
-        agree_on_input(problems, None)
+        agree_on_input(problems)
         mirror = closing.enter_context(copied(run.config.run, process, lock if isinstance(lock, Lease) else None))
         records = _open_records(run, watch, lock, mirror, closing, entered)
         _record_start(records, begun or entered, entered)
@@ -228,6 +228,8 @@ def _introduce(setup: Setup, data: Data, screen: Screen) -> None:
     screen.say(describe_start(setup.run.config.run.path))
     screen.setup(setup)
     for line in (describe_data(data.fingerprint), describe_size(setup), *describe_sync(setup)):
+        screen.say(line)
+    for line in without_effect(setup.run, has_held_out=bool(data.eval_parts)):
         screen.say(line)
 
 

@@ -9,7 +9,7 @@ The invariant: whatever is wrong with rules, mesh and shapes is raised by `prepa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from jgt.document import InputError, nearest
 
 from ..code.files import Code
 from ..config import Run, batch_problems, replica_problems
+from ..models.config import OwnModel
 from ..models.linear import compute_type
 from ..sections import TrainConfig
 from ..step.config import OptimizerConfig, OwnOptimizer
@@ -62,7 +63,10 @@ def prepare(
     program = program_of(config, layout, code, where, element=element, remat=remat or config.train.remat, partial_rules=partial_rules)
     sizes = layout.mesh.shape
     problems = (*batch_problems(run, sizes), *replica_problems(run, sizes))
-    storage = program.loss.storage_for(program.shapes, keeps_shapes=not may_reshape(config.optimizer), problems=problems)
+    try:
+        storage = program.loss.storage_for(program.shapes, keeps_shapes=not may_reshape(config.optimizer), problems=problems)
+    except InputError as error:
+        raise InputError(_in_short(run, problems, error.problems)) from None
     objective = _objective(program, storage, config.train, layout, where)
     gradients = _gradient_sum(config.train.accumulate, layout, storage, program.trained, is_wide=config.optimizer.gradients == "f32")
     make_optimizer = _optimizer(config.optimizer, program, storage, compute_type(config.model), code, where)
@@ -94,6 +98,18 @@ def prepare(
         make_state=first.make_state,
         shapes=jax.eval_shape(first.make_state, jax.ShapeDtypeStruct((), jnp.uint32)),
     )
+
+
+def _in_short(run: Run, of_batch: Sequence[str], problems: Sequence[str]) -> Iterator[str]:
+    """Problems without what follows from the batch, and without each single rule of a shipped file that is for other models."""
+    sizes = {problem.partition(" has size ")[2] for problem in of_batch}
+    named = None if run.config.rules is None else run.config.rules.value
+    is_other = isinstance(run.config.model, OwnModel) and isinstance(named, str) and named.startswith("jgt:")
+    unused = [one for one in problems if is_other and (" matches. " in one or " that the spec fits" in one)]
+    if unused:
+        why = f"{len(unused)} of its rules name parts of jgt's own models that {run.config.model.kind} does not have"
+        yield f"{run.where('rules')}: rules: {named}: {why}. Use jgt:any, which fits every model, or write others (docs/rules.md)"
+    yield from (one for one in problems if one not in unused and (one in of_batch or one.partition(" has size ")[2] not in sizes - {""}))
 
 
 def _objective(program: ModelProgram, storage: Storage, train: TrainConfig, layout: MeshLayout, where: Where) -> Objective:

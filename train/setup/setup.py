@@ -156,9 +156,19 @@ class Setup(StateLayout):
     @property
     def eval_metrics(self) -> tuple[str, ...]:
         """The names of what an evaluation computes, of which `loss` is one."""
-        rows = rows_of(self.program.element, self.run.config.train.batch)
-        params, variables = self.last_params(self.shapes), self.saved_of_one[0].variables
-        return tuple(jax.eval_shape(make_eval_step(self.objective), params, variables, rows))
+        return tuple(self.eval_shapes(self.run.config.train.batch))
+
+    def eval_shapes(self, batch: int) -> dict[str, Any]:
+        """The shapes of what an evaluation of this many rows computes. Raises InputError if its program cannot be traced."""
+        rows, params = rows_of(self.program.element, batch), self.last_params(self.shapes)
+        return jax.eval_shape(make_eval_step(self.objective), params, self.saved_of_one[0].variables, rows)
+
+    @property
+    def eval_multiple(self) -> int:
+        """The rows of a batch of an evaluation are a multiple of this: on each device that splits the batch, of the microbatches."""
+        batch, places = self.run.config.train.batch, self.batch_shardings
+        shards = max(batch // places[name].shard_shape(x.shape)[0] for name, x in self.batch_shapes.items())
+        return shards * (1 if self.run.pipeline is None else self.run.pipeline.microbatches)
 
     def compile_eval_step(self, batch: int) -> Any:
         """The compiled evaluation of this many rows: (parameters, variables, batch) → a sum and its weight, by name."""

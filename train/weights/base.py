@@ -187,5 +187,5 @@ def agreed(call: Callable[[], _Result], value: Callable[[_Result], Any] = lambda
     result: Any = None
     with InputError.collect(problems):
         result = call()
-    agree_on_input(problems, None if problems else value(result))
+    agree_on_input(problems, {"the folder that it reads": None if problems else value(result)})
     return result

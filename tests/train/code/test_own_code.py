@@ -73,7 +73,7 @@ def test_only_names_that_the_code_defines_are_taken_and_nothing_runs(code, tmp_p
 
 def test_a_config_alone_runs_nothing(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("model: {kind: 'os:system'}\n")
+    file.write_text("model: {kind: 'mine:system'}\n")
     with pytest.raises(InputError, match=r"a config alone does not run\. Add --code PATH"):
         load(file)
 

@@ -25,27 +25,28 @@ def others(monkeypatch):
 def test_alone_only_its_own_problems_count():
     agree_on_input([], {"a": 1})
     with pytest.raises(InputError, match="mine"):
-        agree_on_input(["mine"], {})
+        agree_on_input(["mine"])
 
 
 def test_alike_and_well_is_fine(others):
     others(lambda mine: mine, lambda mine: mine)
-    agree_on_input([], {"a": 1})
+    agree_on_input([], {"its config": 1, "its data": 2})
 
 
 def test_own_problems_are_told_in_full(others):
     others(lambda mine: mine * 0)
     with pytest.raises(InputError, match="mine"):
-        agree_on_input(["mine"], {})
+        agree_on_input(["mine"])
 
 
 def test_a_problem_elsewhere_stops_this_process_too(others):
     others(lambda mine: mine, lambda mine: mine + np.array([3, 0], np.uint32))
     with pytest.raises(InputError, match="process 0: stopped because of the problems that process 2 reports"):
-        agree_on_input([], {})
+        agree_on_input([], {"its config": 1})
 
 
-def test_another_config_or_other_data_is_refused(others):
-    others(lambda mine: mine ^ np.array([0, 1], np.uint32))
-    with pytest.raises(InputError, match="differs from process 1's"):
-        agree_on_input([], {})
+@pytest.mark.parametrize(("number", "what"), [(1, "its config"), (2, "its data")])
+def test_another_config_or_other_data_is_refused_by_name(others, number, what):
+    others(lambda mine: mine, lambda mine: mine ^ np.eye(3, dtype=np.uint32)[number])
+    with pytest.raises(InputError, match=f"process 0: {what} differs from process 2's. Give all processes the same"):
+        agree_on_input([], {"its config": 1, "its data": 2})

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from jgt.document import InputError
+from train.checkpoint import manifest
 from train.command_line import InUseError
 from train.config import load
 from train.run.folder import lock_folder, move_earlier_run
@@ -16,10 +17,18 @@ FINGERPRINT = {"source": "text", "train_tokens": 100}
 
 @pytest.fixture
 def started(tiny):
-    """A run whose directory already exists."""
+    """A run whose directory already exists, with a checkpoint."""
     run = tiny()
     begin_folder(run, FINGERPRINT)
+    save(run)
     return run
+
+
+def save(run):
+    """Makes a checkpoint, of which only the manifest is looked at."""
+    step = run.config.run.path / "checkpoints" / "1"
+    step.mkdir(parents=True)
+    (step / manifest.NAME).write_text("{}")
 
 
 def problems(call, *arguments):
@@ -43,6 +52,15 @@ def test_a_directory_that_was_not_started(tiny):
 )
 def test_the_rest_may_change(tiny, started, override):
     check_folder(tiny(override), Resume())
+
+
+def test_a_start_without_a_checkpoint_fixes_nothing(tiny):
+    begin_folder(tiny(), FINGERPRINT)
+    changed = tiny("model.layers=3", "data.eval_tokens=7", "run.seed=5")
+    check_folder(changed, Resume())
+    check_data(changed, {}, Resume())
+    save(changed)
+    assert len(problems(check_folder, changed, Resume())) == 3
 
 
 def test_another_model_data_and_seed_are_named_at_once(tiny, started, tmp_path):
@@ -185,7 +203,7 @@ def names(folder):
 
 def test_an_earlier_run_makes_way_but_for_its_encoded_text_and_open_logs(started, tmp_path):
     run = tmp_path / "run"
-    for name in ("data", "logs", "checkpoints"):
+    for name in ("data", "logs"):
         (run / name).mkdir()
     assert move_earlier_run(run) == tmp_path / "run.1"
     assert names(run) == ["data", "logs"]

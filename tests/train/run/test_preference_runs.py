@@ -166,6 +166,8 @@ def test_no_damaged_or_hostile_file_is_read(tmp_path):
 
 def test_a_run_keeps_the_model_that_its_reference_came_from(run_of, tmp_path):
     begin_folder(run_of("checkpoint.weights=first"), {})
+    (step := tmp_path / "run" / "checkpoints" / "1").mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
     with pytest.raises(InputError, match=r"checkpoint\.weights: is null, but .* was started with 'first'\. Change it back"):
         check_folder(run_of(), Resume())
     check_folder(run_of(), Resume(allow=("checkpoint.weights",)))

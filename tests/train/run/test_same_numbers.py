@@ -20,6 +20,7 @@ MESHES = {
     "replicated": "{data: 8}",
     "zero1": "{data: 8}",
     "fsdp": "{fsdp: 8}",
+    "any": "{fsdp: 8}",
     "hybrid": "{replica: 2, fsdp: 4}",
     "tensor": "{data: 2, tensor: 4}",
     "sequence": "{data: 2, tensor: 4}",
@@ -34,7 +35,7 @@ MESHES = {
 MODELS = {"experts": ("model.experts={count: 8, ffn: 32, shared: 1}",)}
 """What the models of some rules files need."""
 RULES = Path(__file__).parents[3] / "configs" / "rules"
-LARGER = ("fsdp_sequence", "overlap", "pipeline_sequence", "sequence", "zero1")
+LARGER = ("any", "fsdp_sequence", "overlap", "pipeline_sequence", "sequence", "zero1")
 """Variants of rules that always run."""
 STEPS = 20
 B1 = 0.9

@@ -162,8 +162,6 @@ def test_an_evaluation_gets_whole_batches_only_where_rows_meet(code, loss, held_
 
 def test_too_few_samples_for_a_whole_batch_are_an_error(code):
     from train.run.opened import open_run
-    from train.run.start import Feed
 
-    setup, data = open_run(run_of(code, "clip", "data.held_out=6"))
     with pytest.raises(InputError, match="6 held-out samples are fewer than a batch of 8, which the loss compares with each other"):
-        Feed(data, setup)
+        open_run(run_of(code, "clip", "data.held_out=6"))

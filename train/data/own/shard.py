@@ -55,11 +55,12 @@ class StreamSource:
     """A function that returns streams. call(shard, shards, epoch): calls it. where: for messages. made: its stream of the first epoch.
 
     first: the first sample. element: the arrays of all. has_state: whether a stream can say where it is. is_sharded: whether a call returns
-    a shard, and not the whole stream. Raises InputError.
+    a shard, and not the whole stream. drawn(number, sample): the sample that the run trains on as its number `number`. Raises InputError.
     """
 
     def __init__(self, call: Callable[[int, int, int], Any], where: str, made: Any, *, is_sharded: bool = False):
         self._call, self.where, self.is_sharded, self._last = call, where, is_sharded, None
+        self.drawn: Callable[[int, Sample], Sample] = lambda number, sample: sample
         begin = Pass(self._new(made, 0), where)
         if (first := begin.next("sample 0")) is END:
             raise InputError([f"{where}: has no samples"])
@@ -69,6 +70,12 @@ class StreamSource:
         # A state that cannot be stored and loaded is wrong input now, and not when a restart needs it.
         begin.state()
         begin.close()
+
+    def first_again(self) -> Sample:
+        """The first sample of the stream when it is opened once more; `first` where that cannot be done."""
+        with contextlib.suppress(InputError), contextlib.closing(self.open(0, 1, 0, None)) as again:
+            return checked(again.next("sample 0"), self.element, self.where, "sample 0")
+        return self.first
 
     def open(self, shard: int, shards: int, epoch: int, state: Any) -> Pass:
         """One epoch of a shard."""

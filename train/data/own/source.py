@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,12 @@ import numpy as np
 from jgt.document import InputError
 
 from ...code.files import Code
-from ...code.names import call_with
+from ...code.names import call_with, load_object
 from ..config import OwnData
 from .samples import IndexedSamples, Sample, SampleError, SampleShapes, held_out_samples, named, shapes_of
 from .shard import Shard, StreamSource
 from .shipped import function_of
+from .transform import NOT_REPEATED, Transform, generators, line_of
 
 _MOST_HASHED = 16
 _REMEDY = "Return samples with a length and an index, such as a list of dicts or a dict of arrays, or a stream of dicts (docs/own.md)"
@@ -38,12 +39,21 @@ _STATEFUL = (
 
 @dataclass(frozen=True, kw_only=True)
 class OwnSource:
-    """Opened samples. element: the arrays of one sample. fingerprint: see `train.data.batches.Data`."""
+    """Opened samples. element: the arrays of one sample. fingerprint: see `train.data.batches.Data`.
+
+    transform: changes the training samples. notes: lines about the samples for the log of a run.
+    """
 
     train: IndexedSamples | StreamSource
     held_out: IndexedSamples | None
     element: SampleShapes
     fingerprint: dict[str, str | int]
+    transform: Transform | None = None
+    notes: tuple[str, ...] = ()
+
+    def drawn(self, number: int, sample: Sample) -> Sample:
+        """The sample that the run trains on as its number `number`."""
+        return sample if self.transform is None else self.transform(number, sample, self.element)
 
     def stack(self, samples: Sequence[Any]) -> Sample:
         """The batch of some samples."""
@@ -53,12 +63,12 @@ class OwnSource:
         """A batch of the first samples, which begin anew where there are fewer."""
         if isinstance(self.train, StreamSource):
             shard = Shard(self.train)
-            return self.stack([shard.take() for _ in range(count)])
-        return self.stack([self.train[n % len(self.train)] for n in range(count)])
+            return self.stack([self.drawn(n, shard.take()) for n in range(count)])
+        return self.stack([self.drawn(n, self.train[n % len(self.train)]) for n in range(count)])
 
 
-def open_own(config: OwnData, code: Code, where: Callable[[str], str], *, seq: int, vocab: int) -> OwnSource:
-    """Calls the function and looks at some samples. where(key): file and line of a key of the config. Raises InputError."""
+def open_own(config: OwnData, code: Code, where: Callable[[str], str], *, seq: int, vocab: int, seed: int = 0) -> OwnSource:
+    """Calls the function and looks at some samples. where(key): file and line of a config's key. seed: the run's. Raises InputError."""
     function = function_of(config, code, where)
     parameters = inspect.signature(function).parameters
     is_asked_by_split = "split" in parameters and not config.is_shipped
@@ -75,24 +85,39 @@ def open_own(config: OwnData, code: Code, where: Callable[[str], str], *, seq: i
         return made if not is_asked_by_split and isinstance(made, tuple) and len(made) == 2 else (made, None)
 
     here, is_sharded = f"{place('source')}: {config.source}", {"shard", "shards"} <= parameters.keys()
+    before = generators()
     train, held = splits()
     if is_asked_by_split:
         held = call("eval")
-    fingerprint = dict[str, str | int](source=config.source)
+    fingerprint, transform = dict[str, str | int](source=config.source), None
+    if config.transform is not None:
+        made = load_object(config.transform, "data.transform", code, where("data.transform"))
+        transform = Transform(function=made, where=f"{place('transform')}: {config.transform}", seed=seed)
     try:
         if _is_stream(train, here):
             samples = StreamSource(lambda *which: splits(*which)[0], here, train, is_sharded=is_sharded)
-            fingerprint |= {"form": "stream", "sha256": _hash([samples.first])}
+            # To read a stream again may take long. Without draws there is no need.
+            is_same = config.is_shipped or generators() == before
+            first, read, count = samples.first, lambda _: samples.first if is_same else samples.first_again(), 1
+            fingerprint |= {"form": "stream"}
         else:
             samples = _indexed(train, here)
-            fingerprint |= {"train_samples": len(samples), "sha256": _hash(samples)}
+            first, read, count = samples[0], samples.__getitem__, len(samples)
+            fingerprint |= {"train_samples": count}
         _check_keys(config, samples, place, named(train))
-        held = None if held is None else _held_out(held, samples.element, f"{here} (eval)")
+        element = samples.element if transform is None else transform.element(first)
+        source = OwnSource(train=samples, held_out=None, element=element, fingerprint=fingerprint, transform=transform)
+        if isinstance(samples, StreamSource):
+            samples.drawn = source.drawn
+        fingerprint |= _identity(read, read if transform is None else lambda n: source.drawn(n, read(n)), count)
+        held = None if held is None else _held_out(held, element, f"{here} (eval)")
         if held:
-            fingerprint |= {"eval_samples": len(held), "eval_sha256": _hash(held)}
+            found = _identity(held.__getitem__, held.__getitem__, len(held))
+            fingerprint |= {"eval_samples": len(held)} | {f"eval_{key}": value for key, value in found.items()}
     except SampleError as error:
         raise InputError([str(error)]) from error
-    return OwnSource(train=samples, held_out=held or None, element=samples.element, fingerprint=fingerprint)
+    notes = () if not {"random", "eval_random"} & fingerprint.keys() else (f"{config.source}: {line_of(train, function)}{NOT_REPEATED}",)
+    return replace(source, held_out=held or None, notes=notes)
 
 
 def _check_keys(config: OwnData, samples: IndexedSamples | StreamSource, place: Callable[[str], str], made: str) -> None:
@@ -127,10 +152,21 @@ def _held_out(made: Any, element: SampleShapes, where: str) -> IndexedSamples:
     return samples
 
 
-def _hash(samples: Sequence[Sample] | IndexedSamples) -> str:
-    """A checksum of some samples, evenly spread."""
-    digest, count = hashlib.sha256(), len(samples)
+def _identity(read: Callable[[int], Sample], drawn: Callable[[int], Sample], count: int) -> dict[str, str | int]:
+    """Returns what a fingerprint has of some samples, evenly spread: a checksum, without values where these are drawn at random.
+
+    drawn: the samples as the run gets them. What a transform computes may differ between machines in the last place.
+    """
+    values, before = _hash(drawn, count), generators()
+    # Code that sets a seed each time draws the same, and leaves the same state.
+    if _hash(drawn, count) != values or generators() != before:
+        return {"random": "yes", "sha256": _hash(read, count, has_values=False)}
+    return {"sha256": values if drawn == read else _hash(read, count)}
+
+
+def _hash(read: Callable[[int], Sample], count: int, *, has_values: bool = True) -> str:
+    digest = hashlib.sha256()
     for index in sorted({i * (count - 1) // (_MOST_HASHED - 1) for i in range(_MOST_HASHED)}):
-        for name, x in sorted(samples[index].items()):
-            digest.update(f"{name}{np.shape(x)}".encode() + np.ascontiguousarray(x).tobytes())
+        for name, x in sorted(read(index).items()):
+            digest.update(f"{name}{np.shape(x)}".encode() + (np.ascontiguousarray(x).tobytes() if has_values else b""))
     return digest.hexdigest()

@@ -11,6 +11,7 @@ however far the thread has come. Nothing else of a stream is kept.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -102,9 +103,10 @@ class Streams:
                 shards[number] = its_rows, shard
                 shard.skip((start - base) * len(its_rows) // batch)
             yield sum(shard.read_again for _, shard in shards.values()), {}
-            while True:
+            for first in itertools.count(start, batch):
                 samples = {row: shard.take() for its_rows, shard in shards.values() for row in its_rows}
-                yield stack([samples[row] for row in rows]), {number: shard.position() for number, (_, shard) in shards.items()}
+                made = stack([self._source.drawn(first + row, samples[row]) for row in rows])
+                yield made, {number: shard.position() for number, (_, shard) in shards.items()}
         finally:
             for _, shard in shards.values():
                 shard.close()
