@@ -60,6 +60,9 @@ class PipelineConfig:
         for key, allowed in _CHOICES.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f"{key} is {getattr(self, key)!r}, which is not one of {', '.join(map(str, allowed))}")
+        for key in ("microbatches", "virtual"):
+            if (value := getattr(self, key)) is not None and (not hasattr(value, "__index__")):
+                raise ValueError(f"{key} is {value!r}, which is not a whole number")
         # A tuple of one signal without its comma is a text, whose characters would each be taken for a signal.
         if isinstance(self.per_microbatch, str):
             raise ValueError(f"per_microbatch is a tuple of signals, not {self.per_microbatch!r}. Write ({self.per_microbatch!r},)")

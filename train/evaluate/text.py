@@ -63,6 +63,8 @@ def evaluate_texts(scorer: Scorer, paths: Sequence[str], *, field: str, stride: 
     for path in paths:
         with InputError.collect(problems):
             texts[path] = read_path(path, field=field, as_bytes=isinstance(tokenizer, ByteTokenizer))
+    if field != "text" and not any(_kind(file) in DOCUMENT_READERS for path in paths for file in Finder().files(path).paths):
+        problems.append(f"command line: --field {field}: these files have no fields. JSON lines, Parquet and Arrow have. Remove the flag")
     if problems:
         raise InputError(problems)
     rows = {path: _rows(some, tokenizer, loaded.config.seq, stride) for path, some in texts.items()}

@@ -93,6 +93,8 @@ class Hooks:
         try:
             for name, value in (returned(hook.call(moment)) or {}).items():
                 moment.scalar(name, value)
+            if "loaded" in moment.__dict__ and [*map(id, moment.given)] != [*map(id, jax.tree.leaves(moment.params))]:
+                raise ValueError("it has changed now.params, which are its own copy, so the run would not. An optimizer changes parameters")
         except FAILURES as error:
             failure = _description(error)
         if "loaded" in moment.__dict__:

@@ -36,7 +36,7 @@ class Moment:
     event: start, step, eval, save or end. step, last_step: the updates so far, and those of the whole run. metrics: the numbers of the step
     by name, and of its evaluation. state: the state after the step, as training has it: arrays in the layout of the rules, some perhaps in
     another form than the model's. programs: a model without arrays, with the programs that earlier moments have compiled. show(name,
-    value): gives images, histograms and texts to the loggers. scalars: the numbers that the hook has logged.
+    value): gives images, histograms and texts to the loggers. scalars: the numbers that the hook has logged. given: the arrays of `params`.
     """
 
     event: str
@@ -48,12 +48,14 @@ class Moment:
     programs: Loaded
     show: Callable[[str, Medium], None]
     scalars: dict[str, float] = field(default_factory=dict[str, float])
+    given: list[Any] = field(default_factory=list[Any])
 
     @functools.cached_property
     def loaded(self) -> Loaded:
         """The model of an evaluation, as `jgt.load` returns it: `logits`, `generate`, `params`, `variables`, `tokenizer`."""
         setup = self.setup
         params, variables = setup.model_params(setup.eval_params(self.state)), setup.eval_variables(self.state)
+        self.given[:] = jax.tree.leaves(params)
         return self.programs.of(params, variables, self.step)
 
     @property

@@ -27,6 +27,7 @@ from typing import Annotated, Any, NamedTuple
 from jgt.document import InputError, shown
 
 _URL = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]{1,221}[a-z0-9])(?:/+(.*))?|(file)://(/.+)")
+_ALMOST_URL = re.compile(r"(s3|gs|gcs|file|https?):/(?!/)", re.IGNORECASE)
 _MAX_LINE = 300
 _SECONDS = 300.0
 """The longest time of one request with all its repetitions."""
@@ -61,6 +62,9 @@ def is_url(text: object) -> bool:
 
 def bucket_problem(text: str) -> str | None:
     """Why a URL names no place in a store. None: it does, or is a path."""
+    if almost := _ALMOST_URL.match(text):
+        remedy = f"It would begin with {almost[1].lower()}://. For a folder of this name, write ./{almost[1]}:/"
+        return f"{shown(text)} looks like a URL, and is none. {remedy}"
     if not is_url(text) or _URL.fullmatch(text):
         return None
     is_known = text.partition("://")[0] in ("s3", "gs", "file")

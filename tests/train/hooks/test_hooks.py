@@ -380,7 +380,7 @@ def test_wrong_entries_are_refused(hooked, mine, entry, message):
 
 def test_a_config_alone_calls_nothing(tiny):
     with pytest.raises(InputError, match=r"a config alone does not run\. Add --code PATH"):
-        tiny("hooks={it: {call: 'os:system', every: 1}}")
+        tiny("hooks={it: {call: 'mine:system', every: 1}}")
 
 
 def run_processes(count, tiny_file, mine, tmp_path, nursery, root, *overrides):
