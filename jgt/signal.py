@@ -70,5 +70,6 @@ def per_microbatch() -> contextlib.AbstractContextManager[object]:
 def _checked(name: object) -> str:
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         allowed = "Use letters, digits, underscores, dots and dashes; nest contexts instead of writing a/b"
-        raise ValueError(f"{name!r} is not a valid signal name. {allowed}")
+        what = repr(name) if isinstance(name, str) else f"a value of type {type(name).__name__}"
+        raise ValueError(f"{what} is not a valid signal name. {allowed}. The name comes last: signal.tensor(x, 'name')")
     return name

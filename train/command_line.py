@@ -106,7 +106,7 @@ def add_model(parser: CommandParser, example: str) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help=what)
     keys = f"values that replace those of the run's file, such as mesh={{fsdp: 8}} or {example}"
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help=keys)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help=keys)
     code = "a Python file or folder with the run's own code; repeatable"
     parser.add_argument("--code", action="append", default=[], metavar="PATH", help=code)
 

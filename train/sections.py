@@ -52,6 +52,7 @@ MAX_NAME, MAX_PATH = 240, 2_000
 
 OTHER_WORDS: Mapping[str, str] = {
     "activation_checkpointing": "train.remat",
+    "batch_size": "train.batch",
     "beta1": "optimizer.b1",
     "beta2": "optimizer.b2",
     "betas": "optimizer.b1 and optimizer.b2",
@@ -71,6 +72,7 @@ OTHER_WORDS: Mapping[str, str] = {
     "n_embd": "model.embed",
     "output_dir": "run.dir",
     "precision": "model.dtype",
+    "save_every": "checkpoint.every",
     "save_steps": "checkpoint.every",
     "seed": "run.seed",
     "seq_len": "model.seq",
@@ -301,7 +303,7 @@ class CheckpointConfig:
     """
 
     WORDS = OTHER_WORDS
-    every: Natural = 0
+    every: Annotated[Natural, "For a number of minutes, set checkpoint.minutes"] = 0
     minutes: Annotated[float, Bound(above=0, high=1_000_000)] | None = 10.0
     keep: Count | None = None
     keep_every: Count | None = None

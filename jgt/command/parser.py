@@ -41,7 +41,7 @@ class CommandParser(argparse.ArgumentParser):
         # Without this form of it, argparse refuses arguments behind a flag.
         parsed, rest = self.parse_known_intermixed_args(arguments, namespace)
         if rest:
-            self.error(f"{' '.join(map(shown, rest))} cannot be given here")
+            self.error(f"{' '.join(map(shown, rest))} cannot be given here{f'. Write {self.usage}' if self.usage else ''}")
         return parsed
 
     def answer(self, args: Sequence[str] | None, command: Callable[[argparse.Namespace], object]) -> int:

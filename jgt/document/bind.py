@@ -138,7 +138,8 @@ def _bind_annotated(node: Node, arguments: _HintArguments, problems: list[str]) 
     value = _bind_value(node, arguments[0], problems)
     # A text says what else may be meant.
     remedies = [text for text in arguments[1:] if isinstance(text, str)]
-    problems[num_before:] = [" ".join([problem, *remedies]) for problem in problems[num_before:]]
+    for number in range(num_before, len(problems)) if remedies else ():
+        problems[number] = " ".join([problems[number].rstrip(".") + "." * (problems[number][-1] != "?"), *remedies])
     if isinstance(value, int | float):
         complaints = [bound.complaint(value) for bound in arguments[1:] if isinstance(bound, Bound)]
         problems += [node.problem(complaint) for complaint in complaints if complaint]
@@ -181,7 +182,8 @@ def _bind_literal(node: Node, arguments: _HintArguments, problems: list[str]) ->
 
 def _bind_tuple(node: Node, arguments: _HintArguments, problems: list[str]) -> object:
     if not isinstance(node.value, list):
-        problems.append(node.problem(f"must be a list, not {node.in_words()}"))
+        example = f". Write [{', '.join(node.value.split())}]" if isinstance(node.value, str) else ""
+        problems.append(node.problem(f"must be a list, not {node.in_words()}{example}"))
         return None
     return tuple(_bind_value(item, arguments[0], problems) for item in node.value)
 

@@ -58,7 +58,7 @@ def path_problem(path: str | Path, kind: Literal["file", "folder"] = "file") -> 
 
 
 def similar_file(path: str | Path) -> str:
-    """` Did you mean 'run.yaml'?`, with the most similar file of the same kind beside a missing one; empty if there is none."""
+    """` Did you mean 'run.yaml'?`, with the most similar file of the same kind beside a missing one; else YAML files there."""
     path = Path(path)
     suffixes = _YAML if path.suffix in _YAML else (path.suffix,)
     try:
@@ -67,7 +67,8 @@ def similar_file(path: str | Path) -> str:
         return ""
     # Without the suffix, which all of them share.
     close = most_similar(path.stem, sorted(beside)[:_MAX_BESIDE])
-    return "" if close is None else f" Did you mean {beside[close]!r}?"
+    there = ", ".join(sorted(beside.values())[:8])
+    return f" Did you mean {beside[close]!r}?" if close else f" Beside it: {there}." if there and path.suffix in _YAML else ""
 
 
 def read_bytes(path: str | Path, most: int) -> bytes:

@@ -95,7 +95,7 @@ def nearest(name: str, known: Iterable[str], *, lists: bool = True) -> str:
         return f"Did you mean {close!r}?"
     if not lists:
         return ""
-    return f"Known: {', '.join(options[:12])}{', ..' if len(options) > 12 else ''}." if options else "There is none."
+    return f"Known: {', '.join(options[:24])}{', ..' if len(options) > 24 else ''}." if options else "There is none."
 
 
 def most_similar(name: str, known: Iterable[str]) -> str | None:
@@ -104,4 +104,5 @@ def most_similar(name: str, known: Iterable[str]) -> str | None:
     if len(name) > _MAX_SHOWN:
         return None
     # This finds 'stpes' and 'n_layers' for 'layers', and leaves unrelated names out, such as 'lion' for 'muon'.
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.51)), None)
+    plain = {one.lower(): one for one in known}
+    return next((plain[one] for one in difflib.get_close_matches(name.lower(), list(plain), n=1, cutoff=0.51)), None)

@@ -42,7 +42,8 @@ def check_mesh(mesh: object) -> Mesh | AbstractMesh:
     # On Explicit axes JAX takes a constraint for an assertion about a type, and not for a request.
     if not mesh.are_all_axes_auto:
         raise ValueError(
-            f"the mesh must have Auto axes, not {mesh.axis_types}; make it with jgt.make_mesh, or pass axis_types to jax.make_mesh"
+            f"the mesh must have Auto axes, not {mesh.axis_types}; make it with jgt.make_mesh({dict(mesh.shape)}), "
+            f"or add axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)} to jax.make_mesh"
         )
     return mesh
 

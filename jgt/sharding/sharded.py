@@ -147,7 +147,11 @@ class Sharded(Generic[_P, _R]):
         batches = cast("tuple[Any, ...]", batch) if isinstance(batch, tuple) else (batch,)
         # Shapes suffice: the loss is only traced, and no parameter exists before its place is known.
         arguments = self._arguments((jax.eval_shape(init_fn, *args), *batches), {})
-        placement = self._plan(arguments).placement
+        try:
+            placement = self._plan(arguments).placement
+        except TypeError as error:
+            error.add_note("jgt traced the function with what init_fn returns as its first argument, and `batch` as its other ones")
+            raise
 
         def params_and_state(*args: Any) -> Any:
             with scopes.rule():

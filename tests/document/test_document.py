@@ -370,7 +370,9 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory, data):
         ("stpes", ["steps", "batch"], "Did you mean 'steps'?"),
         ("zzz", ["steps", "batch"], "Known: steps, batch."),
         ("zzz", [], "There is none."),
-        ("zzz", [f"k{i}" for i in range(20)], "Known: " + ", ".join(f"k{i}" for i in range(12)) + ", ..."),
+        ("zzz", [f"k{i}" for i in range(30)], "Known: " + ", ".join(f"k{i}" for i in range(24)) + ", ..."),
+        # Case is no difference.
+        ("1F1B", ["gpipe", "1f1b"], "Did you mean '1f1b'?"),
     ],
 )
 def test_nearest(name, known, said):

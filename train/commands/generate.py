@@ -45,9 +45,10 @@ def parser() -> CommandParser:
 
 def _generate(arguments: argparse.Namespace) -> None:
     adapters, asked = _asked(arguments)
-    loaded = load_writer(arguments.model, arguments.overrides, arguments.code, adapters)
+    warmth = [] if arguments.temperature is None else [f"generate.temperature={arguments.temperature}"]
+    loaded = load_writer(arguments.model, [*arguments.overrides, *warmth], arguments.code, adapters)
     chat = Chat.of(loaded.tokenizer, loaded.setup.run.config.data) if arguments.chat else None
-    given = {name: getattr(arguments, name) for name in ("tokens", "temperature", "samples", "stop")}
+    given = {name: getattr(arguments, name) for name in ("tokens", "samples", "stop")}
     changes = {"seed": arguments.seed, **{name: value for name, value in given.items() if value is not None}}
     if chat is not None and chat.template is None:
         print(f"{arguments.model} has no chat template: the model continues the text of all lines and answers", file=sys.stderr)

@@ -17,7 +17,7 @@ from jgt.document import InputError
 from ..adapt.config import LoraConfig
 from ..checkpoint.saved import find_checkpoint
 from ..checkpoint.signature import Key, read_key
-from ..checkpoint.steps import find_steps
+from ..checkpoint.steps import find_steps, steps_near
 from ..code.files import read_code
 from ..command_line import EndError, say, say_lines, whole_number
 from ..export.adapter import write_adapter
@@ -48,7 +48,7 @@ def export_parser() -> CommandParser:
     parser.add_argument("run", metavar="RUN", help="a run directory, or the URL of a run in a bucket, or one of the steps there")
     parser.add_argument("out", metavar="OUT", help="the folder to write, or its URL in a bucket")
     keys = "values that replace those of the run's file, such as model.hf=FOLDER for a model that was moved"
-    parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help=keys)
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help=keys)
     forms = parser.add_mutually_exclusive_group()
     forms.add_argument("--merge", action="store_true", help="the whole model of a run with an adapter, which is added to the weights")
     forms.add_argument("--adapter", action="store_true", help="the adapter of a run alone, as Hugging Face's PEFT loads it")
@@ -71,7 +71,7 @@ def _export(arguments: argparse.Namespace) -> None:
     key = read_key(run.config.checkpoint.key)
     saved, reports = find_checkpoint(_checkpoint(place_of(arguments.run), arguments.step, key), key)
     if saved is None:
-        raise InputError([*reports, f"{arguments.run}: has no whole checkpoint"])
+        raise InputError([*reports, f"{arguments.run}: has no whole checkpoint{steps_near(place_of(arguments.run))}"])
     model = SavedModel.of(saved, run.config.model, run.config.lora)
     form = run_form(run, folder, model.shapes)
     most = round(float(size[1]) * _UNITS[size[2]])

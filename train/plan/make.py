@@ -17,6 +17,7 @@ from jgt.planner import Target, Workload, described_device
 
 from ..command_line import say
 from ..config import Run
+from ..models.config import OwnModel
 from ..records.summary import tokens_per_sample
 from ..search.plans import Answer, RunFile
 from ..setup import AUTO, Remat, Setup, prepare
@@ -84,6 +85,9 @@ def settings_of(run: Run, remat: Remat) -> dict[str, Setting]:
         with contextlib.suppress(AttributeError):
             values[key] = attrgetter(key)(run.config)
     values["train.remat"] = remat
+    if isinstance(run.config.model, OwnModel):
+        # Its class may take no dtype.
+        del values["model.dtype"]
     if run.pipeline is not None:
         values |= {f"pipeline.{key}": getattr(run.pipeline, key) for key in ("microbatches", "schedule", "remat")}
     return {key: Setting(value=value, where=run.where(key)) for key, value in values.items()}

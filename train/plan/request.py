@@ -28,6 +28,7 @@ _BETWEEN = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")
 _SECONDS, _TOP = 300, 6
 """The defaults of a search."""
 _OF_A_SEARCH = "targets", "tokens", "deadline", "write", "picture"
+_OTHERWISE = ". A plan of one layout has the tokens/s, and with --price FILE the dollars of a million tokens and of 1,000 steps"
 _OF_GENERATION = "batch", "length", "prompt_length"
 _OF_A_STEP = "sync", "diff", "html", "lock", "check"
 """Options that are about a training step."""
@@ -123,7 +124,7 @@ def read_request(arguments: argparse.Namespace) -> Request:
     problems: list[str] = []
     target, price = None, None
     # Options of a search that would be without effect.
-    problems += [f"command line: {flag} needs --search" for flag in _given(arguments, _OF_A_SEARCH)]
+    problems += [f"command line: {flag} needs --search{_OTHERWISE}" for flag in _given(arguments, _OF_A_SEARCH)]
     problems += [] if arguments.generate else [f"command line: {flag} needs --generate" for flag in _given(arguments, _OF_GENERATION)]
     with InputError.collect(problems):
         target = None if arguments.target is None else Target.parse(arguments.target, arguments.chip, arguments.set)

@@ -32,7 +32,7 @@ class _RateKeys:
     """
 
     lr: Positive = 3e-4
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    schedule: Annotated[Literal["cosine", "wsd", "constant"], "Another one is part of an optimizer of your own (docs/own.md)"] = "cosine"
     warmup: Natural = 0
     decay: Fraction = 0.2
     final_lr: Fraction = 0.1

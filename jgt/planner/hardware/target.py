@@ -14,7 +14,7 @@ from jgt.planner.hardware.chip import CHIP_FOLDER, CPU_KIND, Chip, chip_names, l
 from jgt.planner.hardware.network import Network
 
 # `h100` alone matches too, so that the message can say what is missing.
-_TARGET = re.compile(r"([\w.-]+?)(?::(\d+)x(\d+))?")
+_TARGET = re.compile(r"([\w.-]+?)(?::(\d+)(?:x(\d+))?)?")
 USABLE = 0.95
 """The share of a GPU's memory that a program may use. A run on GPUs asks JAX for it (XLA_CLIENT_MEM_FRACTION)."""
 
@@ -49,12 +49,17 @@ class Target:
                 [f"target {text}: jgt has no figures of this machine's processor. {remedy}. Without a target a plan has no times"]
             )
         if name not in names:
-            known = f"{nearest(name, names, lists=False)} The chips are {', '.join(names)}".lstrip()
-            raise InputError([f"target {text}: {name!r} is not a chip that jgt knows. {known}. Write CHIP:HOSTSxGPUS, such as h100:8x8"])
+            near = nearest(name, [one for one in names if one[:1] == name[:1]], lists=False)
+            known = (
+                f"{near} The chips are {', '.join(names)}. Write CHIP:HOSTSxGPUS, such as h100:8x8, or describe another chip: --chip FILE"
+            )
+            raise InputError([f"target {text}: {name!r} is not a chip that jgt knows. {known.lstrip()} (docs/plan.md)"])
         if own is not None and name != own:
             raise InputError([f"target {text}: --chip {file} describes the chip {own!r}. Write --target {own}:8x8, or leave --chip out"])
-        if not match or match[2] is None or int(match[2]) < 1 or int(match[3]) < 1:
-            raise InputError([f"target {text}: say how many hosts, and how many GPUs on each: {name}:8x8 is 8 hosts with 8 GPUs each"])
+        if not match or match[3] is None or int(match[2]) < 1 or int(match[3]) < 1:
+            alone = f", and {name}:1x{match[2]} one host" if match and match[2] and match[3] is None else ""
+            why = f"say how many hosts, and how many GPUs on each: {name}:8x8 is 8 hosts with 8 GPUs each{alone}"
+            raise InputError([f"target {text}: {why}"])
         chip = load_chip(name) if file is None and not changes else read_chip(file or CHIP_FOLDER / f"{name}.yaml", changes)
         num_hosts, per_host = int(match[2]), int(match[3])
         count = num_hosts * per_host

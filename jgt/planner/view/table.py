@@ -89,6 +89,7 @@ def speed_texts(plan: Plan) -> list[str]:
         texts.append(f"${two_digits(speed.dollars_per_million_tokens)} for a million tokens")
     if speed.dollars_per_hour is not None:
         texts.append(f"${two_digits(speed.dollars_per_hour)} an hour")
+        texts.append(f"${two_digits(speed.dollars_per_hour * (plan.step_time_ms or 0.0) / 3600)} for 1,000 steps")
     return texts
 
 
