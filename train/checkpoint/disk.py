@@ -115,8 +115,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Writes a file of a run directory. A kill or a power cut leaves the old one or the new one. Raises OSError."""
     data = content.encode() if isinstance(content, str) else content
     # A start that changes nothing needs no room on the disk.
-    with contextlib.suppress(OSError):
-        if path.read_bytes() == data:
+    with contextlib.suppress(OSError), open_file(path) as old:
+        if old.read(len(data) + 1) == data:
             return
     # Other processes of the run may read the file at this moment: they see the old one or the new one, never a part.
     new = path.with_name(f"{path.name}.new")

@@ -22,6 +22,7 @@ import numpy as np
 
 from jgt.planner import Profile
 
+from ..checkpoint.disk import write_whole
 from ..command_line import say
 from ..setup import Setup
 from .console import Screen
@@ -92,13 +93,13 @@ class Profiler:
 
     def start(self) -> None:
         """Begins the trace. No step may be running."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        # An earlier start of the run may have left traces in the same folder.
-        self._before = set(self._traces())
         options = jax.profiler.ProfileOptions()
         # Otherwise every call of a Python function would be an event, and slow the host down.
         options.python_tracer_level = 0
         try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # An earlier start of the run may have left traces in the same folder.
+            self._before = set(self._traces())
             jax.profiler.start_trace(str(self._folder), profiler_options=options)
             self.tracing, self._begun = True, time.time()
         except (OSError, RuntimeError) as error:
@@ -136,7 +137,10 @@ class Profiler:
             return
         table = self._folder / _SIGNALS_FILE
         report = {"first": first, "last": done, "trace": str(file.relative_to(self._folder)), **asdict(profile)}
-        table.write_text(json.dumps(report, indent=1) + "\n")
+        try:
+            write_whole(table, json.dumps(report, indent=1) + "\n")
+        except OSError as error:
+            say(f"{table} cannot be written: {error.strerror or error}")
         self._screen.table(f"{title}: milliseconds per device and step", _COLUMNS, list(_rows(profile)), numbers=len(_COLUMNS) - 1)
         self._screen.say(f"Table written to {table}; traces for XProf or TensorBoard, and for Perfetto (.json.gz), to {file.parent}")
 
@@ -145,7 +149,7 @@ class Profiler:
         try:
             costs = Profile.read_layers(trace, _ANNOTATION, text, num_steps, stages)
             if costs is not None:
-                self._costs.write_text(json.dumps(asdict(costs), indent=1) + "\n")
+                write_whole(self._costs, json.dumps(asdict(costs), indent=1) + "\n")
         # As below: a trace may fail anywhere, and so may the disk.
         except Exception as error:
             say(f"the costs of layers could not be read from {trace}: {type(error).__name__}: {error}")
@@ -155,7 +159,7 @@ class Profiler:
         with contextlib.suppress(Exception):
             slices = Profile.read_slices(trace, _ANNOTATION, text, known_signals)[:_MOST_SLICES]
             steps = {"first": self._steps and self._steps.first, "last": done}
-            self._slices.write_text(json.dumps({"begin": self._begun, **steps, "slices": slices}) + "\n")
+            write_whole(self._slices, json.dumps({"begin": self._begun, **steps, "slices": slices}) + "\n")
 
     def close(self) -> None:
         """Ends the trace if one is running. Failing to write it does not stop the run."""

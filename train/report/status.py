@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.disk import write_whole
 from .rows import read_object_file, read_tail
 
 LAUNCHER = "launcher"
@@ -66,9 +67,7 @@ def left_open(run: Path, process: int | str) -> dict[str, Any] | None:
 
 def ask(run: Path, what: str) -> None:
     """Asks the processes of a run to save, or to profile a step: `what` is `save` or `profile`. Raises OSError."""
-    new = (path := run / REQUEST).with_name(f"{REQUEST}.new")
-    new.write_text(json.dumps({what: True}))
-    new.replace(path)
+    write_whole(run / REQUEST, json.dumps({what: True}))
 
 
 def take_requests(run: Path) -> set[str]:

@@ -48,6 +48,9 @@ _FILES = re.compile(
 _OF_PROCESS = re.compile(r"(?:events|stacks|status)-([0-9]+)\.(?:jsonl|txt|json)")
 _FOLDERS = ("checkpoints", COPY, CONFIGS, ORIGIN, "data", "faults", "tensorboard", "wandb", LOGS, PROFILE)
 
+_NOT_SEARCHED, _MOST_SHOWN = ("checkpoints", "wandb"), 5
+"""Folders that are searched elsewhere, or in which a service makes links."""
+
 
 class Lock:
     """The lock on a run directory. file: the lock file, open and locked."""
@@ -208,9 +211,17 @@ def place_problems(folder: Path, *, moved: bool) -> Iterator[str]:
         yield f"no permission to write in {above}"
     elif above == folder:
         for entry in sorted(folder.iterdir()):
-            wanted = stat.S_IFREG if _FILES.fullmatch(entry.name) else stat.S_IFDIR if entry.name in _FOLDERS else None
-            actual = kind(entry)
-            # None: another process of this run may have renamed it after the listing.
-            if wanted is not None and actual not in (None, wanted) and (entry.name in _NOT_MOVED or not moved):
-                own = "a regular file" if wanted == stat.S_IFREG else "a folder"
-                yield f"{entry} is not {own}, as a run's own would be. Remove it, or name another directory"
+            if entry.name in _NOT_MOVED or not moved:
+                yield from _entry_problems(entry)
+
+
+def _entry_problems(entry: Path) -> Iterator[str]:
+    wanted = stat.S_IFREG if _FILES.fullmatch(entry.name) else stat.S_IFDIR if entry.name in _FOLDERS else None
+    remedy = "as a run's own would be. Remove it, or name another directory"
+    actual = None if wanted is None else kind(entry)
+    # None: another process of this run may have renamed it after the listing.
+    if actual not in (None, wanted):
+        yield f"{entry} is not {'a regular file' if wanted == stat.S_IFREG else 'a folder'}, {remedy}"
+    elif actual == stat.S_IFDIR and entry.name not in _NOT_SEARCHED:
+        others = (path for path in entry.rglob("*") if kind(path) not in (None, stat.S_IFREG, stat.S_IFDIR))
+        yield from (f"{path} is neither a regular file nor a folder, {remedy}" for path in itertools.islice(others, _MOST_SHOWN))
