@@ -100,7 +100,7 @@ def _main(arguments: argparse.Namespace) -> int:
     # stderr may not be a file, as in a test, or may be closed.
     with contextlib.suppress(OSError, ValueError, RuntimeError):
         faulthandler.enable()
-    for warning in configure_xla(run.config):
+    for warning in configure_xla(run.config, is_from_file=run.is_from_file("xla.cache")):
         say(warning)
     with programs_on_trial():
         _join(run, arguments, cluster)
@@ -122,7 +122,7 @@ def load_run(arguments: argparse.Namespace, num_processes: int | None, problems:
 def check_resume(run: Run, arguments: argparse.Namespace) -> Resume:
     """The start that the run resumes from. Raises InputError if it cannot resume from there, or if its own directory cannot be one."""
     resume = read_resume(arguments.resume, arguments.allow_change, run.config.run.checkpoints)
-    check_places(run, resume)
+    check_places(run, resume, allow_command=arguments.allow_command)
     return resume
 
 
@@ -138,6 +138,7 @@ def parser() -> RunParser:
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH|URL", help=resume)
     change = "a key of model or data, run.seed or optimizer.name, that may differ from the run that is resumed"
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=change)
+    parser.add_argument("--allow-command", action="store_true", help="alerts may run the program that alerts.command names")
     stopped = "exit code if a signal stops the run before its last step (0)"
     # The system keeps eight bits of a code: 256 would become 0.
     parser.add_argument("--stopped-code", type=whole_number(high=255), default=Exit.DONE, metavar="N", help=stopped)

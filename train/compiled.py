@@ -5,6 +5,9 @@ A program with one wrong bit may run and compute wrong numbers, and JAX's own ca
 checksum unpacks to other bytes. So each stored file begins with a SHA-256 over its name and its content. The name is part of it because
 two whole files may be exchanged. Damaged files are reported, removed and compiled again. No fault of the folder ends a run.
 
+Anyone can compute such a checksum, and a program that a stranger has stored would run. In a folder that a run's file names, the checksum
+therefore has a key of this user's, and programs are in a folder below it whose name only this user knows.
+
 A whole program can still end the process that loads it: it may use instructions that this machine lacks, or a driver may have changed. A
 restart would load it again and die again. So a process writes the programs that it loads into a `.trial` file, which it locks, and removes
 as soon as a step is finished. The lock disappears with its process. A `.trial` file without a lock therefore shows that a process died with
@@ -24,6 +27,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import hmac
 import itertools
 import os
 import platform
@@ -55,11 +59,12 @@ class DamagedError(Exception):
 
 
 class Programs:
-    """The compiled programs in a folder, with the methods of JAX's `CacheInterface`. They never raise OSError."""
+    """The compiled programs in a folder, with the methods of JAX's `CacheInterface`. They never raise OSError. key: that of their seals."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, key: bytes = b""):
         # JAX shows `_path` in its log.
         self.folder = self._path = folder
+        self._key = key
         self._reported: set[str] = set()
         # A path and a descriptor, which stays open until the trial ends: its lock says that the process lives.
         self._trial: tuple[Path, int] | None = None
@@ -70,7 +75,7 @@ class Programs:
         """The program of a key, which is then on trial; None if there is none that can be used."""
         path = self.folder / f"{key}{ENDING}"
         try:
-            program = read_sealed(path)
+            program = read_sealed(path, self._key)
         except FileNotFoundError:
             return None
         except DamagedError as error:
@@ -91,7 +96,7 @@ class Programs:
     def put(self, key: str, value: bytes) -> None:
         """Stores the program of a key, in place of an earlier one."""
         try:
-            write_sealed(self.folder / f"{key}{ENDING}", value)
+            write_sealed(self.folder / f"{key}{ENDING}", value, self._key)
         except OSError as error:
             why = error.strerror or str(error)
             self._report(f"compiled programs cannot be stored in {self.folder}: {why}. Those that are in it can still be used")
@@ -130,10 +135,10 @@ class Programs:
             say(text)
 
 
-def open_programs(folder: Path) -> Programs:
-    """The programs in a folder, which is made if it is absent. Raises OSError."""
+def open_programs(folder: Path, key: bytes = b"") -> Programs:
+    """The programs in a folder, which is made if it is absent. key: that of their seals. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    programs = Programs(folder)
+    programs = Programs(folder, key)
     programs.remove_suspects()
     _remove_oldest(folder)
     return programs
@@ -208,29 +213,53 @@ def default_folder() -> Path:
     return base / "jgt" / "compiled" / f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
 
 
-def read_sealed(path: Path) -> bytes:
+def own_folder(folder: Path) -> tuple[Path, bytes]:
+    """The folder of this user's programs below one that a stranger may have filled, and the key of their seals.
+
+    Raises RuntimeError for a user without a home, and OSError.
+    """
+    path, new = default_folder().with_name("key"), default_folder().with_name(f"{secrets.token_hex(8)}-cache")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with os.fdopen(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(_SEAL_BYTES))
+            # The key of another process that starts at this moment stays.
+            with contextlib.suppress(FileExistsError):
+                os.link(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+    key = path.read_bytes()
+    return folder / _seal("folder", b"", key).hex()[:16], key
+
+
+def read_sealed(path: Path, key: bytes = b"") -> bytes:
     """The content of a file of `write_sealed`. Raises DamagedError, or OSError if the file is absent or cannot be read."""
     with _open_file(path) as file:
         seal, content = file.read(_SEAL_BYTES), file.read()
-    if seal != _seal(path.name, content):
+    if seal != _seal(path.name, content, key):
         raise DamagedError("is damaged: its checksum differs")
     return content
 
 
-def write_sealed(path: Path, content: bytes) -> None:
-    """Writes a file that shows whether it is whole, in place of an earlier one of the same name. Raises OSError."""
+def write_sealed(path: Path, content: bytes, key: bytes = b"") -> None:
+    """Writes a file that shows whether it is whole, in place of an earlier one of the same name. Raises OSError.
+
+    key: then it also shows whether someone who has the key wrote it.
+    """
     # A short name: the file's own may be as long as names can be. The ending is one that `_remove_oldest` removes after a killed process.
     new = path.with_name(f"{secrets.token_hex(8)}-cache")
     try:
-        new.write_bytes(_seal(path.name, content) + content)
+        new.write_bytes(_seal(path.name, content, key) + content)
         new.replace(path)
     except BaseException:
         new.unlink(missing_ok=True)
         raise
 
 
-def _seal(name: str, content: bytes) -> bytes:
-    return hashlib.sha256(os.fsencode(name) + b"\0" + content).digest()
+def _seal(name: str, content: bytes, key: bytes) -> bytes:
+    text = os.fsencode(name) + b"\0" + content
+    return hmac.digest(key, text, "sha256") if key else hashlib.sha256(text).digest()
 
 
 def _open_file(path: Path) -> IO[bytes]:

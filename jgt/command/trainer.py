@@ -34,7 +34,7 @@ def run(config: Any, overrides: str | Sequence[str] = (), **parts: Any) -> Any:
     """Trains a run in this process and returns its state, its metrics and its folder: `run_here` in train/run/api.py. Raises InputError.
 
     config: a run's file, or its contents as a mapping. overrides: as on the command line. parts: `model`, `loss`, `optimizer` and `data` as
-    objects, `code`, `resume` and `allow_change` as the options of `jgt train`.
+    objects, `code`, `resume`, `allow_change` and `allow_command` as the options of `jgt train`.
     """
     return trainer("run.api").run_here(config, overrides, **parts)
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from jgt import PipelineConfig, Rules
-from jgt.document import Node
+from jgt.document import Node, path_problem
 from jgt.planner import Budget
 
 from ..adapt.config import LoraConfig
@@ -113,6 +113,10 @@ class Run:
         batch, sequence = ((), ()) if rule is None else rule.dims(2)
         return batch, sequence
 
+    def is_from_file(self, key: str) -> bool:
+        """Whether a file has chosen the value of a key, and not a person by the command line or by Python."""
+        return not path_problem(self.root.find(key).file)
+
     def where(self, key: str) -> str:
         """The file:line of a dotted key, or of the nearest key around it that the file contains."""
         return self.root.find(key).where
@@ -126,6 +130,9 @@ class Run:
         values = {name: _plain(value) for name, value in {**sections, **separate}.items()}
         if self.config.train.epochs is not None:
             values["train"]["steps"] = None
+        if values["alerts"] is not None:
+            # It may have a token, and what is stored here may be copied to others.
+            values["alerts"]["command"] = []
         return values
 
 

@@ -91,6 +91,7 @@ def run_here(
     code: str | Path | Sequence[str | Path] = (),
     resume: str = "auto",
     allow_change: Sequence[str] = (),
+    allow_command: bool = False,
     **others: Any,
 ) -> RunResult:
     """Trains a run in this process, to its end or until Ctrl-C, and returns its state.
@@ -98,7 +99,7 @@ def run_here(
     config: a file, or its contents as a mapping; overrides: as on the command line. model: the class of a module or a function that makes
     one, called with the keys of `model:`. loss, optimizer: functions. data: a function, called with the keys of `data:`, or samples, or a
     pair of training and held-out samples. transform: a function of a training sample and a generator of random numbers. hooks: functions or
-    classes by the names of their entries in `hooks:`. code, resume, allow_change: as the options of the command.
+    classes by the names of their entries in `hooks:`. code, resume, allow_change, allow_command: as the options of the command.
     """
     if others:
         raise TypeError(f"jgt.run has no argument {next(iter(others))!r}. Values of the config are overrides, such as ['train.steps=3']")
@@ -108,7 +109,7 @@ def run_here(
     watched = replace(checked.config.watchdog, step_seconds=_FOREVER, start_seconds=_FOREVER)
     checked = replace(checked, config=replace(checked.config, watchdog=watched))
     given = read_resume(resume, allow_change, checked.config.run.checkpoints)
-    check_places(checked, given)
+    check_places(checked, given, allow_command=allow_command)
     read_key(checked.config.checkpoint.key)
     ends: list[tuple[Setup, Position, bool]] = []
     with programs_on_trial():
@@ -125,7 +126,7 @@ def start_jax_here(checked: Run) -> None:
     """Starts JAX as the config says, unless this process has used it already."""
     config = checked.config
     with contextlib.suppress(RuntimeError):
-        configure_xla(config)
+        configure_xla(config, is_from_file=checked.is_from_file("xla.cache"))
         start_jax(None, config.devices.virtual_cpu, where=checked.where("devices.virtual_cpu"))
     open_devices()
     wanted = config.devices.virtual_cpu

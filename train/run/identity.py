@@ -71,9 +71,12 @@ def read_resume(resume: str, allow: Sequence[str], checkpoints: Path | str) -> R
     return Resume(never=resume == "never", path=path, allow=tuple(allow))
 
 
-def check_places(run: Run, resume: Resume) -> None:
-    """Raises InputError with everything that is wrong with the run directory and the weights."""
+def check_places(run: Run, resume: Resume, *, allow_command: bool = False) -> None:
+    """Raises InputError with everything that is wrong with the run directory and the weights, or if a program may not be run."""
     problems: list[str] = []
+    if run.config.alerts is not None and run.config.alerts.command and not allow_command:
+        why = "names a program, and a run's file alone runs none. Add --allow-command (from Python: allow_command=True), or remove it"
+        problems.append(f"{run.where('alerts.command')}: alerts.command: {why}")
     with InputError.collect(problems):
         check_folder(run, resume)
     with InputError.collect(problems):

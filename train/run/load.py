@@ -188,9 +188,12 @@ def _read_run(folder: Path, changes: Sequence[str], own: Code) -> Run:
     if root.find("data.order").plain() == "zigzag" and not is_name(root.find("data.source").plain()):
         # Only a step of training reads rows in this order.
         first.append("data.order=plain")
+    if isinstance(root.find("xla.cache").plain(), str):
+        # Compiled programs are code, and the run may be a stranger's.
+        first.append("xla.cache=auto")
     try:
-        # Hooks are for training, and may be of code that is not at hand.
-        return configs.load(folder / CONFIG, [*first, "hooks={}", *changes], code=own, reads_data=False)
+        # Hooks and alerts are for training, and may be of code that is not at hand.
+        return configs.load(folder / CONFIG, [*first, "hooks={}", "alerts=null", *changes], code=own, reads_data=False)
     except InputError as error:
         has_copy = own == Code() and (folder / COPY).is_dir()
         hint = [f"{folder / COPY}: has a copy of the run's code (code=..., --code)"] if has_copy else []

@@ -20,7 +20,7 @@ import jax
 
 from jgt.document import InputError
 
-from ..compiled import DamagedError, default_folder, open_programs, read_sealed, use_programs, write_sealed
+from ..compiled import DamagedError, default_folder, open_programs, own_folder, read_sealed, use_programs, write_sealed
 from ..config import Config
 
 _PIPELINE = {
@@ -55,10 +55,11 @@ _MEMORY = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}
 _PROBE = "from jaxlib import _jax; _jax.CompileOptions()"
 
 
-def configure_xla(config: Config) -> list[str]:
+def configure_xla(config: Config, *, is_from_file: bool = False) -> list[str]:
     """Sets XLA's flags and the compilation cache of a run. Must be called before JAX starts its devices. Returns warnings for a person.
 
     Flags in the environment's XLA_FLAGS remain and win, and so does a share of a GPU's memory that the environment has.
+    is_from_file: whether a file names the cache, which then may have a stranger's programs.
     """
     _add_threads(config)
     has_gpu = config.devices.virtual_cpu is None and any(Path("/dev").glob("nvidia[0-9]*"))
@@ -68,7 +69,7 @@ def configure_xla(config: Config) -> list[str]:
     inherited = os.environ.get("XLA_FLAGS", "").split()
     flags = _texts(wanted_flags(config, has_gpu=has_gpu), inherited)
     cache = config.xla.cache
-    folder, warnings = (None, []) if cache is None else _open_cache(cache)
+    folder, warnings = (None, []) if cache is None else _open_cache(cache, is_from_file)
     accepted = _accepted_flags(flags, folder)
     if accepted:
         os.environ["XLA_FLAGS"] = " ".join([*accepted, *inherited])
@@ -165,12 +166,14 @@ def _present(name: str) -> str:
     return name.replace("_enable_pipelined_", "_pipeline_")
 
 
-def _open_cache(cache: str) -> tuple[Path | None, list[str]]:
+def _open_cache(cache: str, is_from_file: bool) -> tuple[Path | None, list[str]]:
     """The folder of `xla.cache`, which JAX then uses, and warnings; None if it cannot be used."""
     again = "Every start compiles again"
     try:
-        folder = default_folder() if cache == "auto" else Path(cache)
-        programs = open_programs(folder)
+        folder, key = default_folder() if cache == "auto" else Path(cache), b""
+        if is_from_file and cache != "auto":
+            folder, key = own_folder(folder)
+        programs = open_programs(folder, key)
     except RuntimeError:
         # An id without an entry in the list of users, as a container may have.
         return None, [f"compiled programs cannot be stored, because this user has no home folder. {again}. Set HOME or xla.cache"]

@@ -142,7 +142,7 @@ def test_a_program_that_cannot_be_read_now_stays(tmp_path, capsys, monkeypatch):
     programs = open_programs(tmp_path)
     programs.put("jit_f", b"program")
 
-    def fail(path):
+    def fail(path, key):
         raise OSError(5, "Input/output error", str(path))
 
     with monkeypatch.context() as patch:

@@ -9,6 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jgt.document import InputError
 from jgt.pipeline.config import PipelineConfig
 from jgt.planner.hardware.target import USABLE
+from train.compiled import Programs
 from train.config.config import Config
 from train.models.config import ModelConfig
 from train.sections import DevicesConfig, XlaConfig
@@ -185,6 +186,29 @@ def test_programs_are_kept_in_the_users_cache_folder(flags, updates, monkeypatch
     updates.clear()
     flags(config_of(cache=None))
     assert updates == {}
+
+
+def test_a_cache_that_a_file_names_has_only_programs_of_this_user(monkeypatch, tmp_path):
+    opened = []
+    monkeypatch.setattr(xla, "use_programs", lambda programs: opened.append(programs) or True)
+
+    def programs(user, *, is_from_file=True):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / user))
+        assert configure_xla(config_of(cache=str(tmp_path / "shared"), preset="none"), is_from_file=is_from_file) == []
+        return opened[-1]
+
+    mine, stranger = programs("me"), programs("stranger")
+    mine.put("jit_f", b"mine")
+    stranger.put("jit_f", b"theirs")
+    assert programs("me").get("jit_f") == b"mine"
+    # One who knows the name of the folder has no key for its programs.
+    for forger in (stranger, Programs(tmp_path / "shared")):
+        forger.folder = mine.folder
+        forger.put("jit_f", b"theirs")
+        assert programs("me").get("jit_f") is None
+    assert programs("me", is_from_file=False).folder == tmp_path / "shared"
+    key = tmp_path / "me" / "jgt" / "compiled" / "key"
+    assert key.stat().st_mode & 0o077 == 0 and len(key.read_bytes()) == 32
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt/b", "a" * 300])
