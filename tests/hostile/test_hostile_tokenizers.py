@@ -1,5 +1,6 @@
 """Hostile tokenizers, and damage to the cache of encoded text."""
 
+import base64
 import json
 import os
 import pickle
@@ -46,6 +47,56 @@ TOKENIZERS = {name: (file, "not a tokenizer.json") for name, file in UNREADABLE.
     "no end-of-text token": (TOKENIZER | {"added_tokens": []}, "no end-of-text token"),
     "no vocabulary": (TOKENIZER | {"model": WORDS | {"vocab": {}}, "added_tokens": []}, "no end-of-text token"),
 }
+
+
+def replaced(text, by):
+    return {"type": "Replace", "pattern": text if isinstance(text, dict) else {"String": text}, "content": by}
+
+
+def chain(kind, parts):
+    return {"type": "Sequence", kind: parts}
+
+
+DOUBLED = chain("normalizers", [replaced("a", "aa")] * 40)
+ADDED = {"id": 300, "content": "a", "single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
+PIECE = {"Sequence": {"id": "A", "type_id": 0}}
+# A map of characters whose table is empty: each of its texts may stand for one letter.
+CHARSMAP = base64.b64encode(bytes(4) + b"e" * 3_000 + b"\0").decode()
+GROWING = {
+    "doublings": {"normalizer": DOUBLED},
+    "doublings in a chain of chains": {"normalizer": chain("normalizers", [chain("normalizers", [replaced("a", "aaaa")] * 5)] * 8)},
+    "doublings by patterns": {"normalizer": chain("normalizers", [replaced({"Regex": "[a]"}, "aa")] * 40)},
+    "doublings between letters": {"normalizer": chain("normalizers", [replaced({"Regex": ""}, "a")] * 40)},
+    "a long replacement": {"normalizer": replaced({"Regex": ""}, "a" * 9_000)},
+    "beginnings": {"normalizer": chain("normalizers", [{"type": "Prepend", "prepend": "aaaa"}] * 40)},
+    "a long beginning": {"normalizer": {"type": "Prepend", "prepend": "b" * 10_000_000}},
+    "bytes of bytes": {"normalizer": chain("normalizers", [{"type": "ByteLevel"}] * 40)},
+    "normal forms": {"normalizer": chain("normalizers", [replaced("a", "\ufdfa"), {"type": "NFKD"}] * 40)},
+    "a map of characters": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}},
+    "splits into bytes": {
+        "pre_tokenizer": chain(
+            "pretokenizers", [{"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": False}] * 40
+        )
+    },
+    "normalizers and splits": {"normalizer": replaced("a", "a" * 100), "pre_tokenizer": {"type": "Metaspace", "replacement": "a"}}
+    | {"post_processor": {"type": "TemplateProcessing", "single": [PIECE] * 2, "pair": [], "special_tokens": {}}},
+    "a template of many texts": {
+        "post_processor": {"type": "TemplateProcessing", "single": [PIECE] * 100_000, "pair": [], "special_tokens": {}}
+    },
+    "doublings that decode": {"decoder": chain("decoders", [replaced("a", "aa")] * 40)},
+    "doublings of an added token": {"normalizer": DOUBLED, "added_tokens": [*TOKENIZER["added_tokens"], ADDED]},
+    "a long added token": {"added_tokens": [*TOKENIZER["added_tokens"], ADDED | {"content": "a" * 10_000_000}]},
+    "many long added tokens": {
+        "added_tokens": [*TOKENIZER["added_tokens"], *(ADDED | {"id": 300 + n, "content": f"{n:09999}"} for n in range(700))]
+    },
+    "a long token": {"model": BPE | {"vocab": BPE["vocab"] | {"b" * 10_000_000: 300}}},
+    "a forest of tokens": {
+        "model": {"type": "Unigram", "unk_id": 0, "vocab": [[f"{n:09d}" * 9, -1.0] for n in range(80_000)], "byte_fallback": False}
+    },
+    "brackets without end": {"added_tokens": [[]] * 4_100_000},
+    "a long prefix": {"model": BPE | {"continuing_subword_prefix": "a" * 100_000}},
+}
+TOKENIZERS |= {name: (TOKENIZER | file, "not a tokenizer.json that can be used: it ") for name, file in GROWING.items()}
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

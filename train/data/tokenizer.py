@@ -6,7 +6,8 @@ has the tokens around texts, which the methods leave out. Encoded text is cached
 changes whenever its ids or the end of a document may change.
 
 A tokenizer.json comes from elsewhere and is not trusted: it may ask for texts to be truncated or padded, produce ids outside its own
-vocabulary, or make the package's Rust code panic. All of these end in an InputError that names the file.
+vocabulary, make texts longer without end (`tokenizer_limits.py`), or make the package's Rust code panic. All of these end in an InputError
+that names the file.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from jgt.document import InputError, read_bytes, shown
 from ..store.cache import local_file
 from .config import BYTES
 from .special import END_OF_TEXT_NAMES, SpecialTokens, declared_tokens, special_tokens
+from .tokenizer_limits import limit_problem
 
 try:
     import tokenizers
@@ -32,7 +34,7 @@ except ImportError:
     tokenizers = None
 
 TOKENIZER_REMEDY = "Add a tokenizer.json to its folder: transformers saves one, also of a tokenizer.model or a vocab.json"
-MAX_BYTES = 1 << 28
+MAX_BYTES = 1 << 26
 """The largest tokenizer.json that is read."""
 
 
@@ -73,6 +75,8 @@ class JsonTokenizer:
             raise InputError([f"{path}: a tokenizer.json needs the package tokenizers. Run pip install 'jgt[tokenizers]'"])
         self._path = path
         data = read_bytes(path, MAX_BYTES)
+        if problem := limit_problem(data):
+            raise InputError([f"{path}: not a tokenizer.json that can be used: it {problem}"])
         with self._as_input_error("not a tokenizer.json"):
             # Made of the bytes that `identity` is a hash of. The file itself may change meanwhile.
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
