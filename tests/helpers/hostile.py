@@ -206,7 +206,8 @@ _watches = []
 def _on_event(event, arguments):
     if not _watches:
         return
-    if event in _RUNS:
+    # The process in which chat templates run is jgt's own.
+    if event in _RUNS and not (event == "subprocess.Popen" and str(arguments[1][-1]).endswith("train/data/chat/sandbox.py")):
         _watches[-1].seen.append(f"{event} {arguments}")
     elif event == "open":
         path, mode, flags = arguments
@@ -229,7 +230,7 @@ class _Watch:
         self.folder, self.seen, self.opened = os.path.realpath(folder), [], set()
 
     def changed(self, event, path):
-        if isinstance(path, int) or Path(os.fsdecode(path)).suffix == ".pyc" or "__pycache__" in str(path):
+        if isinstance(path, int) or path == os.devnull or Path(os.fsdecode(path)).suffix == ".pyc" or "__pycache__" in str(path):
             return
         # JAX keeps what it compiles.
         if (cache := jax.config.jax_compilation_cache_dir) and os.fsdecode(path).startswith(cache):

@@ -1,7 +1,7 @@
 """Chat templates: programs in Jinja that write the messages of a chat as the text that a model was trained on.
 
-A folder of Hugging Face has one beside its tokenizer. It comes from elsewhere, so it runs in Jinja's sandbox, with the functions that
-transformers gives it, and its output is bounded:
+A folder of Hugging Face has one beside its tokenizer. It comes from elsewhere, so it runs in a process of its own (`sandbox.py`), in
+Jinja's sandbox, with the functions that transformers gives it, and its time, memory and output are bounded:
 
     template = ChatTemplate.read(tokenizer.special.template, tokenizer.special.texts)
     text = template.render([{"role": "user", "content": "Hello"}])
@@ -14,17 +14,23 @@ Contents are texts. Some templates write nothing but lists of parts, and leave a
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import importlib.util
 import json
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, cast
 
 from jgt.document import InputError, read_bytes
 
@@ -33,12 +39,12 @@ Message = Mapping[str, Any]
 Spans = list[tuple[int, int]]
 """Parts of a text: the characters that they begin at and end before."""
 
-_MAX_BYTES, _MAX_TEXT = 1 << 25, 1 << 26
+_MAX_BYTES = 1 << 25
 _MARK = re.compile(r"(\{%[-+]?\s*)(end)?generation(?=\s*[-+]?%\})")
-_CALL = "generation_block"
 _BESIDE, TOOL_TEMPLATE = ("chat_template", "tokenizer_config"), "additional_chat_templates/tool_use.jinja"
 _PROBE = "A text of no chat"
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+_CALL = "generation_block"
 # Unicode has no characters there, and never will.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _MARKED = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
@@ -46,7 +52,7 @@ _MARKED = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """The chat template of a file. source: its program, which is compiled in `program`, and may have marks.
+    """The chat template of a file. source: its program, which may have marks.
 
     texts: the texts of special tokens by the names that the template has for them. date: what the template takes for today; None: today.
     for_tools: another template, for chats with tools; None: this one.
@@ -54,7 +60,6 @@ class ChatTemplate:
 
     file: Path
     source: str
-    program: Any
     texts: Mapping[str, str]
     date: datetime | None = None
     for_tools: ChatTemplate | None = None
@@ -80,20 +85,17 @@ class ChatTemplate:
     @staticmethod
     def of(file: Path, source: str, texts: Mapping[str, str], date: datetime | None = None) -> ChatTemplate:
         """The template with a program, which messages say is in a file. Raises InputError."""
-        try:
-            # An optional package that only chats need, and that every other start would wait for.
-            import jinja2  # noqa: PLC0415
-        except ImportError:
-            raise InputError([f"{file}: a chat template needs the package jinja2. Run pip install 'jgt[chat]'"]) from None
+        if importlib.util.find_spec("jinja2") is None:
+            raise InputError([f"{file}: a chat template needs the package jinja2. Run pip install 'jgt[chat]'"])
+        made = ChatTemplate(file=file, source=source, texts=texts, date=date)
+        if "why" in (answer := _sandbox(os.getpid()).ask(made._called)):
+            raise InputError([f"{file}: chat_template: {answer['why']}"])
+        return made
+
+    @functools.cached_property
+    def _called(self) -> str:
         # The block `generation` marks answers for training. A block that calls has the same scope, and leaves the same blanks out.
-        called = _MARK.sub(lambda mark: f"{mark[1]}endcall" if mark[2] else f"{mark[1]}call {_CALL}()", source)
-        try:
-            program = _environment().from_string(called)
-        except jinja2.TemplateSyntaxError as error:
-            raise InputError([f"{file}: chat_template: line {error.lineno}: {error.message}"]) from None
-        except RecursionError:
-            raise InputError([f"{file}: chat_template: is nested too deeply"]) from None
-        return ChatTemplate(file=file, source=source, program=program, texts=texts, date=date)
+        return _MARK.sub(lambda mark: f"{mark[1]}endcall" if mark[2] else f"{mark[1]}call {_CALL}()", self.source)
 
     @property
     def has_marks(self) -> bool:
@@ -111,30 +113,30 @@ class ChatTemplate:
 
         tools: descriptions of functions that the model may call, for templates that write them.
         """
-        return self._render(messages, tools, add_generation_prompt, _unmarked)
+        return self._render(messages, tools, add_generation_prompt, "", "")
 
-    @cached_property
+    @functools.cached_property
     def prompt(self) -> str:
         """The text in front of an answer; empty if the template does not say it. Raises InputError if it cannot write a question alone."""
         question = [{"role": "user", "content": _PROBE}]
         before, after = (self.render(question, add_generation_prompt=prompts) for prompts in (False, True))
         return after.removeprefix(before) if after.startswith(before) else ""
 
-    @cached_property
+    @functools.cached_property
     def _needs_parts(self) -> bool:
         """Whether the template writes contents that are lists of parts, and none that are texts."""
         return self._writes(_parts(_PROBE)) and not self._writes(_PROBE)
 
     def _writes(self, content: Any) -> bool:
         chat = [{"role": role, "content": content} for role in ("user", "assistant")]
-        with suppress(InputError):
-            return self._written(chat, None, False, _unmarked).count(_PROBE) > 1
+        with contextlib.suppress(InputError):
+            return self._written(chat, None, False, "", "").count(_PROBE) > 1
         return False
 
     def render_marked(self, messages: Sequence[Message], tools: Any = None) -> tuple[str, Spans]:
         """The text of messages and the parts of it that the template marks as answers. Raises InputError."""
         text = self.render(messages, tools, add_generation_prompt=False)
-        marked = self._render(messages, tools, False, lambda caller: f"{_OPEN}{caller()}{_CLOSE}")
+        marked = self._render(messages, tools, False, _OPEN, _CLOSE)
         # What is outside of marks, inside, outside, and so on.
         parts = _MARKED.split(marked)
         if "".join(parts) != text or {_OPEN, _CLOSE} & {*text}:
@@ -143,29 +145,20 @@ class ChatTemplate:
         ends = [*accumulate(map(len, parts))]
         return text, [(ends[n - 1], ends[n]) for n in range(1, len(parts), 2)]
 
-    def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool, mark: Any) -> str:
+    def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool, *marks: str) -> str:
         # As in transformers, a key without a value is a key that is not there.
         chat = [_with_thought({key: value for key, value in message.items() if value is not None}) for message in messages]
         if self._needs_parts:
             chat = [{**message, "content": _parts(message.get("content") or "")} for message in chat]
-        return self._written(chat, tools, add_generation_prompt, mark)
+        return self._written(chat, tools, add_generation_prompt, *marks)
 
-    def _written(self, chat: Any, tools: Any, add_generation_prompt: bool, mark: Any) -> str:
-        given = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, _CALL: mark}
+    def _written(self, chat: Any, tools: Any, add_generation_prompt: bool, *marks: str) -> str:
+        given = {**self.texts, "messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         day = datetime.now() if self.date is None else self.date
-        pieces, size = list[str](), 0
-        try:
-            for piece in self.program.generate(**self.texts, **given, strftime_now=day.strftime):
-                pieces.append(piece)
-                size += len(piece)
-                if size > _MAX_TEXT:
-                    raise ValueError(f"its text is longer than {_MAX_TEXT:,} characters")
-        # A template is a program, which may fail in any way.
-        except Exception as error:
-            raise InputError(
-                [f"{self.file}: the chat template cannot write these messages: {error}. Change them, or the template"]
-            ) from None
-        return "".join(pieces)
+        answer = _sandbox(os.getpid()).ask(self._called, {"given": given, "day": day.isoformat(), "call": _CALL, "marks": marks})
+        if "text" not in answer:
+            raise InputError([f"{self.file}: the chat template cannot write these messages: {answer['why']}. Change them, or the template"])
+        return answer["text"]
 
 
 def _parts(content: str) -> list[dict[str, str]]:
@@ -178,21 +171,53 @@ def _with_thought(message: dict[str, Any]) -> dict[str, Any]:
     return message if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
 
-def _environment() -> Any:
-    """The sandbox of templates, as transformers has it."""
-    import jinja2.sandbox  # noqa: PLC0415
+class _Sandbox:
+    """The process in which all templates of this process run. It is started by the first one, and again after one that has ended it."""
 
-    extensions = ["jinja2.ext.loopcontrols"]
-    made: Any = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    # Jinja's own filter escapes characters of HTML.
-    made.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    made.globals["raise_exception"] = _refuse
-    return made
+    def __init__(self):
+        self._process: subprocess.Popen[bytes] | None = None
+        self._programs: dict[str, int] = {}
+        # Requests are answered in several threads.
+        self._lock = threading.Lock()
+
+    def ask(self, source: str, request: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+        """The answer to a request about a template: its `text`, or `why` there is none. Without a request, it is only compiled."""
+        with self._lock:
+            if source not in self._programs:
+                if "why" in (answer := self._answer({"program": len(self._programs), "source": source})):
+                    return answer
+                self._programs[source] = len(self._programs)
+            return {} if request is None else self._answer({"program": self._programs[source], **request})
+
+    def _answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._process is None:
+            # A session of its own: Ctrl-C lets a run finish its step, which may need a template.
+            command, pipe = [sys.executable, "-P", str(Path(__file__).with_name("sandbox.py"))], subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
+        line, code = b"", None
+        try:
+            with contextlib.suppress(OSError):
+                cast("IO[bytes]", self._process.stdin).write(json.dumps(request, default=str).encode() + b"\n")
+                cast("IO[bytes]", self._process.stdin).flush()
+                line = cast("IO[bytes]", self._process.stdout).readline()
+        finally:
+            # Also after Ctrl-C: its answer would be taken for that of the next request.
+            if not line.endswith(b"\n"):
+                code = self.end()
+        if code is None:
+            return json.loads(line)
+        return {"why": "it takes too long" if code == -signal.SIGPROF else f"it needs too much memory (exit code {code})"}
+
+    def end(self) -> int | None:
+        """Ends the process. Returns its exit code; None if there is none."""
+        process, self._process, self._programs = self._process, None, {}
+        if process is not None:
+            process.kill()
+            process.communicate()
+        return process and process.returncode
 
 
-def _unmarked(caller: Callable[[], str]) -> str:
-    return caller()
-
-
-def _refuse(message: str) -> NoReturn:
-    raise ValueError(message)
+@functools.cache
+def _sandbox(process: int) -> _Sandbox:
+    """The sandbox of this process: one that is forked has its own."""
+    return _Sandbox()

@@ -1,0 +1,104 @@
+"""The process in which chat templates run: `python sandbox.py`, started by `template.py`. It imports jinja2 and nothing of jgt.
+
+A template is a stranger's program. Jinja's sandbox keeps it from everything but its arguments, and has no limits of time and memory: a
+product of two numbers may fill any machine. So this process limits its own memory, and the system ends it when a template has used up its
+time. Each line on stdin is a request, and has one line as its answer: an object with the text, or with the reason why there is none.
+
+Time is CPU time, so that a busy machine changes nothing. A template has a second for a start, and earns more with each request and the
+length of its messages: a slow one cannot take a second for each of a million chats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import signal
+import sys
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.sandbox
+
+_MEMORY = 1 << 30
+"""The bytes of this process, at most."""
+_START, _MOST, _EACH, _PER_BYTE = 1.0, 2.0, 0.02, 1e-6
+"""Seconds that a template may take at first, that it can have saved, and that a request and a byte of it bring."""
+_MAX_TEXT, _TEXTS = 1 << 20, 16
+"""The characters that a template may add to a request, and how many times it may repeat it."""
+
+
+def main() -> None:
+    """Answers until stdin ends."""
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    environment, programs, left = _environment(), dict[int, jinja2.Template](), _START
+    for line in sys.stdin.buffer:
+        # Its signal ends the process, also within one long operation of Python's own.
+        signal.setitimer(signal.ITIMER_PROF, min(_MOST, left + _EACH + _PER_BYTE * len(line)))
+        answer = _answer(environment, programs, line)
+        left = signal.setitimer(signal.ITIMER_PROF, 0)[0]
+        sys.stdout.buffer.write(answer + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def _answer(environment: jinja2.Environment, programs: dict[int, jinja2.Template], line: bytes) -> bytes:
+    try:
+        request = json.loads(line)
+        if "source" in request:
+            programs[request["program"]] = environment.from_string(request["source"])
+            return b"{}"
+        text = _text(programs[request["program"]], request, _MAX_TEXT + _TEXTS * len(line))
+        return json.dumps({"text": text}).encode()
+    # A template is a program, which may fail in any way.
+    except Exception as error:
+        return json.dumps({"why": _reason(error)[:10_000]}).encode()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return f"line {error.lineno}: {error.message}"
+    # Python compiles what Jinja writes, with its own limits of nested blocks.
+    if isinstance(error, RecursionError | SyntaxError):
+        return "is nested too deeply"
+    return f"needs more than {_MEMORY:,} bytes" if isinstance(error, MemoryError) else str(error) or type(error).__name__
+
+
+def _text(program: jinja2.Template, request: dict[str, Any], most: int) -> str:
+    day = datetime.fromisoformat(request["day"])
+    before, behind = request["marks"]
+    given = {**request["given"], request["call"]: lambda caller: f"{before}{caller()}{behind}", "strftime_now": day.strftime}
+    pieces, size = list[str](), 0
+    for piece in program.generate(**given):
+        pieces.append(piece)
+        size += len(piece)
+        if size > most:
+            raise ValueError(f"its text is longer than {most:,} characters")
+    text = "".join(pieces)
+    # Half of a surrogate pair is no character, and raises UnicodeEncodeError.
+    text.encode()
+    return text
+
+
+def _environment() -> jinja2.Environment:
+    """The sandbox of templates, as transformers has it."""
+    extensions = ["jinja2.ext.loopcontrols"]
+    made: Any = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    made.filters["tojson"] = _to_json
+    made.globals["raise_exception"] = _refuse
+    return made
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    # Jinja's own filter escapes characters of HTML.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ValueError(message)
+
+
+if __name__ == "__main__":
+    main()
