@@ -83,6 +83,39 @@ def test_a_sample_with_other_arrays_is_named(other, expected):
 
 
 @pytest.mark.parametrize(
+    ("first", "other", "expected"),
+    [
+        (0, 3_000_000_000, "y has 3000000000, which does not fit in int32"),
+        (0, [2**40 + 3], None),
+        (np.int8(1), np.int64(1000), "y has 1000, which does not fit in int8"),
+        (np.uint64(1), np.uint64(2**63 + 1), "y has 9223372036854775809, which does not fit in uint32"),
+        (np.int64([1, 2]), np.int64([-5, -(2**31) - 1]), "y has -2147483649, which does not fit in int32"),
+        (1.0, 1e300, "y has 1e+300, which does not fit in float32"),
+        (np.float16(1), np.float32(1e5), "y has 100000.0, which does not fit in float16"),
+        (0, -(2**31), -(2**31)),
+        (np.int8(1), np.int64(-128), -128),
+        (1.0, np.inf, np.inf),
+        (1.0, 3_000_000_000, np.float32(3_000_000_000)),
+    ],
+)
+def test_a_number_that_does_not_fit_is_named(first, other, expected):
+    samples = [{"y": first}, {"y": other}]
+    if expected is not None and not isinstance(expected, str):
+        assert opened(samples).train[1]["y"] == expected
+        return
+    with pytest.raises(InputError) as caught:
+        opened(samples)
+    assert caught.value.problems[0].startswith(f"{NAME}: sample 1: {expected or 'y is int64[1], and int32[] in the first one'}")
+
+
+def test_the_first_sample_must_fit_too():
+    with pytest.raises(InputError, match="sample 0: y has 3000000000, which does not fit in int32"):
+        opened([{"y": 3_000_000_000}]).train[0]
+    with pytest.raises(InputError, match="sample 0: y failed: ValueError: setting an array element with a sequence"):
+        opened([{"y": [1, [2, 3]]}])
+
+
+@pytest.mark.parametrize(
     ("made", "expected"),
     [
         (iter([]), "has no samples"),

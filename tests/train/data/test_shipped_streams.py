@@ -300,6 +300,11 @@ def test_what_is_wrong_with_a_tar_is_said(tar_source, tars, tmp_path, monkeypatc
     for name, content, why in (
         ("cut", whole[: len(whole) // 2 + 100], "unexpected end of data"),
         ("mixed", whole[:2560] + b"?" * 512 + whole[3072:], "damaged at byte 2,560"),
+        ("hole", whole[:2560] + bytes(1024) + whole[3584:], "damaged at byte 2,560, where it ends, but there is more behind"),
+        ("one hole", whole[:2560] + bytes(512) + whole[3072:], "damaged at byte 2,560"),
+        ("two", whole + whole, "damaged at byte .*several tar files in one"),
+        ("member", whole[:2560], "cut at byte 2,560: a whole tar file ends with blocks of zeros"),
+        ("far", whole + bytes(3 << 20) + b"?", "damaged at byte"),
         ("empty", b"", "empty file"),
     ):
         (tmp_path / f"{name}.tar").write_bytes(content)

@@ -6,6 +6,7 @@ out by name. A sample that cannot be had raises SampleError, and one with other 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -75,7 +76,17 @@ def _array(where: str, what: str, value: Any, wanted: jax.ShapeDtypeStruct) -> n
     if array.shape != wanted.shape or not np.can_cast(array.dtype, wanted.dtype, "same_kind"):
         shown, first = f"{array.dtype}{list(array.shape)}", f"{wanted.dtype}{list(wanted.shape)}"
         raise InputError([f"{where}: {what} is {shown}, and {first} in the first one. {_EQUAL}"])
-    return array.astype(wanted.dtype)
+    with np.errstate(over="ignore"):
+        cast = array.astype(wanted.dtype)
+    lost = np.zeros(array.shape, bool)
+    if wanted.dtype.kind in "iu":
+        lost = cast != array
+    elif array.dtype.kind == "f":
+        lost = np.isfinite(array) & ~np.isfinite(cast)
+    if lost.any():
+        why = "the type of the first one; devices have at most 32 bits. Write smaller numbers, or a wider type in the first one"
+        raise InputError([f"{where}: {what} has {array[lost][0]}, which does not fit in {wanted.dtype}, {why}"])
+    return cast
 
 
 def asked(where: str, what: str, ask: Callable[[], _Answer]) -> _Answer:
@@ -106,7 +117,8 @@ def shapes_of(first: Any, where: str) -> SampleShapes:
     """The arrays of the first sample. Raises InputError."""
     if not isinstance(first, Mapping) or not first or not all(isinstance(name, str) for name in first):
         raise InputError([f"{where}: sample 0 is {named(first)}. A sample is a dict of arrays by name, such as {{'x': x, 'y': y}}"])
-    arrays = {name: np.asarray(x) for name, x in first.items()}
+    # Lists of different lengths are no array.
+    arrays = {name: asked(where, f"sample 0: {name}", functools.partial(np.asarray, x)) for name, x in first.items()}
     if others := [name for name, x in arrays.items() if x.dtype.kind not in "biufV"]:
         remedy = "Leave it out, or make numbers of it (docs/own.md)"
         raise InputError([f"{where}: sample 0: {name} is {named(first[name])}, not an array of numbers. {remedy}" for name in others])

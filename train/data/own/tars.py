@@ -10,11 +10,12 @@ from __future__ import annotations
 import functools
 import importlib
 import io
+import itertools
 import json
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from jgt.document import InputError, nearest, shown
 from ...store.cache import ObjectCache
 from ..files import Finder
 
+_PART = 1 << 20
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 _READERS: Mapping[str, Callable[[bytes], Any]] = {
     "json": json.loads,
@@ -102,10 +104,19 @@ def _samples(path: Path, begin: int) -> Iterator[tuple[tarfile.TarFile, list[tar
                 members += [member] if member.isreg() and not member.issparse() else []
             if members:
                 yield tar, members, tar.offset
-            file.seek(tar.offset)
-            # tarfile takes a damaged header for the end.
-            if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
-                raise ValueError(f"damaged at byte {tar.offset:,}")
+            _check_end(file, tar.offset)
+
+
+def _check_end(file: IO[bytes], end: int) -> None:
+    """Raises ValueError if there is more in a tar file than what has been read of it, or less than a whole one has."""
+    file.seek(end)
+    parts = iter(lambda: file.read(_PART), b"")
+    if len(first := next(parts, b"")) < tarfile.BLOCKSIZE:
+        raise ValueError(f"cut at byte {end:,}: a whole tar file ends with blocks of zeros. Copy it again")
+    # tarfile takes a damaged header and a hole for the end.
+    if any(part.strip(b"\0") for part in itertools.chain([first], parts)):
+        why = "a header is damaged, the file has a hole, or it is several tar files in one. Copy it again, or name each by itself"
+        raise ValueError(f"damaged at byte {end:,}, where it ends, but there is more behind: {why}")
 
 
 def _split_name(member: tarfile.TarInfo) -> tuple[str, str]:
