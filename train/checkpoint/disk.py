@@ -15,7 +15,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -119,17 +119,30 @@ def write_whole(path: Path, content: str | bytes) -> None:
         if old.read(len(data) + 1) == data:
             return
     # Other processes of the run may read the file at this moment: they see the old one or the new one, never a part.
-    new = path.with_name(f"{path.name}.new")
+    with replaced(path, is_of_run=True) as new, new.open("xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def replaced(path: Path, *, is_of_run: bool = False) -> Iterator[Path]:
+    """The path of a new file, which is written inside and then replaces the one at `path`. After an error it is gone. Raises OSError.
+
+    is_of_run: whatever is there is replaced. Otherwise what is no regular file, such as /dev/stdout, is written as it is.
+    """
+    is_replaced = is_of_run or kind(path) in (None, stat.S_IFREG)
+    new = path.with_name(f"{path.name}{'' if is_of_run else f'.{os.getpid()}'}.new") if is_replaced else path
     try:
-        # A stranger's directory may have a link of this name.
-        new.unlink(missing_ok=True)
-        with new.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
+        if is_replaced:
+            # A stranger's directory may have a link of this name.
+            new.unlink(missing_ok=True)
+        yield new
+        if is_replaced:
+            new.replace(path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            new.unlink()
+        if is_replaced:
+            with contextlib.suppress(OSError):
+                new.unlink()
         # The system names a path only where opening fails.
         raise OSError(error.errno, error.strerror, str(path)) from None

@@ -12,6 +12,7 @@ from pathlib import Path
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from ..checkpoint.disk import replaced
 from .loads import Loads
 from .runs import RunCurves, short_names, thinned
 
@@ -68,5 +69,5 @@ def draw_loads(loads: Loads, path: Path) -> None:
 
 
 def _write(figure: Figure, path: Path) -> None:
-    with path.open("wb") as file:
+    with replaced(path) as new, new.open("wb") as file:
         FigureCanvasAgg(figure).print_png(file)

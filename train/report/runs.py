@@ -25,6 +25,7 @@ AXES = {"steps": "step", "tokens": "tokens", "samples": "samples", "hours": "tim
 """The axes that a curve may be drawn over, with the metric of each."""
 METRICS = ("loss", "eval_loss", "tokens_per_s")
 """The metrics that are drawn if none is asked for."""
+_LARGEST = 1e300
 _HEIGHT = 10
 """The lines of a diagram."""
 _MARKS = "abcdefghijklmnopqrstuvwxyz"
@@ -101,7 +102,9 @@ def _problem(path: Path) -> str | None:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    # A whole number of JSON may be larger than any float, and a sum of a few floats may be infinite.
+    is_one = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
+    return float(value) if is_one else None
 
 
 def draw_text(runs: Sequence[RunCurves], metrics: Sequence[str], over: str, width: int) -> Iterator[str]:

@@ -23,7 +23,7 @@ from typing import IO, Any, cast
 
 from jgt.document import InputError
 
-from ..checkpoint.disk import open_file
+from ..checkpoint.disk import open_file, replaced
 from .accounts import CAUSE_OF, preserved_steps
 from .devices import DeviceLanes
 from .events import Event, as_event, stretch_of
@@ -59,7 +59,7 @@ def write_trace(run: Path, path: Path, last_s: float | None = None, step: int | 
         why = ": it has no events.jsonl" if run.is_dir() else ""
         raise InputError([f"{run}: is not a run directory{why}. Name one, such as runs/quickstart"])
     run_trace, count = _RunTrace(run, last_s, step), 0
-    with _opened(path) as file:
+    with replaced(path) as new, _opened(new, is_compressed=path.suffix == ".gz") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         events = _without_overlaps(run_trace.events())
         while part := list(itertools.islice(events, _WRITTEN_AT_ONCE)):
@@ -69,8 +69,8 @@ def write_trace(run: Path, path: Path, last_s: float | None = None, step: int | 
     return count
 
 
-def _opened(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
+def _opened(path: Path, *, is_compressed: bool) -> IO[str]:
+    if is_compressed:
         # The fastest level: timelines repeat so much that the others save little.
         return cast("IO[str]", gzip.open(path, "wt", compresslevel=1, encoding="ascii"))
     return path.open("w", encoding="ascii")
@@ -88,6 +88,9 @@ def _without_overlaps(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, An
     """The events, where no slice begins before the end of the one before it, as rounded moments may: viewers leave such slices out."""
     ends: dict[tuple[int, int], float] = {}
     for event in events:
+        # JSON has no infinity, and a row may have any number.
+        if not math.isfinite(event.get("ts", 0.0) + event.get("dur", 0.0)):
+            continue
         if event["ph"] == "X":
             lane, begin = (event["pid"], event["tid"]), event["ts"]
             end = round(begin + event["dur"], 1)

@@ -79,10 +79,12 @@ def _whole_folder(path: Path) -> Iterator[Path]:
             sync_tree(writing)
             # Replaces an empty folder, and fails for one that was filled in the meantime.
             writing.rename(path)
-        except BaseException:
+        except BaseException as error:
             # Otherwise a full disk would stay full.
             with contextlib.suppress(OSError):
                 remove(writing)
+            if isinstance(error, OSError) and error.filename is None:
+                raise OSError(error.errno, error.strerror, str(path)) from None
             raise
     sync(path.parent)
     sync_above(path.parent)

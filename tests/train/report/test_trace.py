@@ -1,9 +1,11 @@
 """The timeline of a run: each second in one slice, causes as in the report, and a file that a viewer can read, whatever the files say."""
 
 import collections
+import contextlib
 import gzip
 import itertools
 import json
+import subprocess
 from collections import Counter
 
 import jsonschema
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.report.__main__ import trace
+from train.report.__main__ import compare, plot, trace
 from train.report.accounts import read_accounts
 from train.report.status import events_file
 
@@ -120,6 +122,34 @@ def test_each_second_is_in_one_slice_and_causes_add_up_to_the_report(name, run, 
     causes = read_accounts(run).causes
     assert seconds == pytest.approx({cause: share.seconds for cause, share in causes.items() if share.seconds}, rel=1e-3)
     assert [one["name"] for one in phases(events, 0) if one["cat"] == "redone"] == ["lost steps 21 to 30"]
+
+
+@pytest.mark.parametrize("output", ["out.json", "out.json.gz", "out.png"])
+def test_a_full_disk_is_one_line_and_leaves_what_was_there(output, run, tmp_path, capsys):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(folder)], capture_output=True).returncode:
+        pytest.skip("may not mount a file system")
+    try:
+        (folder / output).write_text("before")
+        with contextlib.suppress(OSError):
+            (folder / "full").write_bytes(bytes(8192))
+        command = plot if output.endswith("png") else trace
+        assert command([str(run), "--output", str(folder / output)]) == 1
+        assert capsys.readouterr().err == f"{folder / output}: No space left on device\n"
+        assert (folder / output).read_text() == "before" and len([*folder.iterdir()]) == 2
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_numbers_of_any_length_have_no_place(run, tmp_path, capsys):
+    # JSON has whole numbers that are no floats.
+    for row in ({"step": 41, "loss": 10**400, "time": 171.5}, {"step": 42, "loss": 1.0, "time": 1e308}, {"step": 43, "loss": -(10**400)}):
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    traced(run, tmp_path)
+    assert compare([str(run), str(run)]) == 0 and plot([str(run), "--terminal"]) == 0
+    assert plot([str(run), "--over", "hours", "--terminal"]) == 0
 
 
 def test_clocks_are_aligned_and_names_say_who_is_who(run, tmp_path):
