@@ -138,7 +138,7 @@ def parser() -> RunParser:
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH|URL", help=resume)
     change = "a key of model or data, run.seed or optimizer.name, that may differ from the run that is resumed"
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=change)
-    parser.add_argument("--allow-command", action="store_true", help="alerts may run the program that alerts.command names")
+    parser.add_argument("--allow-command", action="store_true", help="run the program of alerts.command, and the tasks of eval.include")
     stopped = "exit code if a signal stops the run before its last step (0)"
     # The system keeps eight bits of a code: 256 would become 0.
     parser.add_argument("--stopped-code", type=whole_number(high=255), default=Exit.DONE, metavar="N", help=stopped)

@@ -4,14 +4,17 @@ import json
 import os
 
 import pytest
-from hostile import refused, watched
+import yaml
+from hostile import refused, table, watched
 
 import train.launch.__main__ as launch
 from jgt import document
 from train.code.files import Code
 from train.config import load
+from train.config.schema import schemas
 from train.report.status import ask
 from train.run.folder import place_problems
+from train.run.identity import Resume, check_places
 from train.run.load import open_run_folder
 
 ALERTS = "alerts={command: [touch, /tmp/ran], disk: 1.0}"
@@ -25,6 +28,15 @@ def test_a_run_file_names_no_program_for_alerts(folder, empty, more):
     assert problem.startswith(place) and "alerts.command: names a program" in problem and "--allow-command" in problem
     assert launch.main(["--processes", "1", "--", "run.yaml", *more]) == 2
     assert [path.name for path in empty.iterdir()] == ["run.yaml"]
+
+
+def test_a_run_file_names_no_folder_of_tasks(folder, empty):
+    (empty / "tasks").mkdir()
+    (empty / "run.yaml").write_text("eval: {include: tasks}\n")
+    (problem,) = refused(empty, "--config", "run.yaml")
+    assert problem.startswith("run.yaml:1: eval.include: names a program") and "--allow-command" in problem
+    # Whoever starts the run may name them.
+    check_places(load("run.yaml", ["eval.include=tasks"]), Resume())
 
 
 def test_a_program_that_was_allowed_is_not_stored(folder):
@@ -101,3 +113,40 @@ def test_who_asks_a_strangers_run_writes_nothing_outside(tmp_path, name, kind):
         ask(run, "save")
     assert outside.read_text() == "precious"
     assert json.loads((run / "request.json").read_text()) == {"save": True} and not (run / "request.json").is_symlink()
+
+
+KEYS = table("run_keys")
+
+
+def keys_of(schema, path=""):
+    """The dotted keys of a JSON Schema. `*` stands for any name."""
+    if isinstance(schema, list):
+        for part in schema:
+            yield from keys_of(part, path)
+    for name, part in schema.items() if isinstance(schema, dict) else ():
+        below = {f"{path}.{key}".lstrip("."): child for key, child in part.items()} if name == "properties" else {}
+        below |= {f"{path}.*": part} if name == "additionalProperties" and isinstance(part, dict) else {}
+        yield from below
+        for key, child in (below or {f"{path}[]" if name == "items" else path: part}).items():
+            yield from keys_of(child, key)
+
+
+def listed(case):
+    return case["keys"].split() if isinstance(case["keys"], str) else case["keys"]
+
+
+def test_every_key_of_a_run_says_what_it_may_name_and_what_guards_it():
+    stated = [key for case in KEYS.values() for key in listed(case)]
+    assert sorted(stated) == sorted({*keys_of(schemas()["run"])})
+    assert all(case["guard"] for case in KEYS.values())
+
+
+@pytest.mark.parametrize("argument", [argument for case in KEYS.values() for argument in case.get("refused", ())])
+def test_a_key_that_may_name_a_program_is_guarded(folder, empty, argument):
+    key, _, value = argument.partition("=")
+    tree = yaml.safe_load(value)
+    for part in reversed(key.split(".")):
+        tree = {part: tree}
+    (empty / "run.yaml").write_text(yaml.safe_dump(tree))
+    assert refused(empty, "--config", "run.yaml")
+    assert [path.name for path in empty.iterdir()] == ["run.yaml"]

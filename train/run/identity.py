@@ -74,9 +74,15 @@ def read_resume(resume: str, allow: Sequence[str], checkpoints: Path | str) -> R
 def check_places(run: Run, resume: Resume, *, allow_command: bool = False) -> None:
     """Raises InputError with everything that is wrong with the run directory and the weights, or if a program may not be run."""
     problems: list[str] = []
-    if run.config.alerts is not None and run.config.alerts.command and not allow_command:
+    alerts, include = run.config.alerts, run.config.eval.include
+    # Tasks have functions, and templates without a sandbox.
+    programs = {
+        "alerts.command": alerts is not None and alerts.command,
+        "eval.include": include is not None and run.is_from_file("eval.include"),
+    }
+    for key in [key for key, is_named in programs.items() if is_named and not allow_command]:
         why = "names a program, and a run's file alone runs none. Add --allow-command (from Python: allow_command=True), or remove it"
-        problems.append(f"{run.where('alerts.command')}: alerts.command: {why}")
+        problems.append(f"{run.where(key)}: {key}: {why}")
     with InputError.collect(problems):
         check_folder(run, resume)
     with InputError.collect(problems):

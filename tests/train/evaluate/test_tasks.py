@@ -107,7 +107,9 @@ def test_training_evaluates_tasks_as_the_command_does(layout, tmp_path, capsys):
         "eval": {"tasks": [*TASKS], "include": str(tasks), "every": 2},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(config))
-    assert main(["train", str(tmp_path / "run.yaml"), *layout]) == 0
+    # They are code.
+    assert main(["train", str(tmp_path / "run.yaml"), *layout]) == 2
+    assert main(["train", str(tmp_path / "run.yaml"), "--allow-command", *layout]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     logged = {row["step"]: row for row in rows if "eval_acc/local_choice" in row}
     assert sorted(logged) == [2, 4] and logged[2] != logged[4]
@@ -128,5 +130,5 @@ def test_tasks_of_training_that_do_not_exist_are_refused_with_their_line(tmp_pat
         f"run: {{dir: {tmp_path / 'run'}}}\nmodel: {{hf: {model}, seq: 64}}\ndata: {{source: text, path: {tmp_path / 'text.txt'}}}\n"
         f"eval:\n  include: {tasks}\n  tasks: [local_choise]\n"
     )
-    assert main(["train", str(tmp_path / "run.yaml")]) == 2
+    assert main(["train", str(tmp_path / "run.yaml"), "--allow-command"]) == 2
     assert "run.yaml:6: eval.tasks: local_choise: no such task. Did you mean 'local_choice'?" in capsys.readouterr().err
