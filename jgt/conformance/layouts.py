@@ -41,7 +41,7 @@ def _kind(spec: DimAxes | None, dim: int) -> str:
 
 
 def num_layouts(program: DrawnProgram, mesh: Sequence[int]) -> int:
-    """How many layouts the arguments of a program have, if each axis splits a dim of each or none."""
+    """The number of layouts of the arguments of a program: each axis splits one dim of an argument, or none."""
     return math.prod((len(value.shape) + 1) ** len(mesh) for value in program.inputs)
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 from jaxlib.mlir import ir
@@ -21,9 +20,6 @@ from jaxlib.mlir.dialects import stablehlo
 from jgt.sharding.partitioner.grid import Splits, count_parts
 from jgt.sharding.partitioner.nans import add_flags, keeps_extremes, loses_nans
 from jgt.sharding.partitioner.shardy import type_shape
-
-_MERGES_SLICES = tuple(int(part) for part in metadata.version("jaxlib").split(".")[:2]) < (0, 12)
-"""Whether XLA makes one slice of two without clamping the second (openxla/xla#49121)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,5 +212,5 @@ _MENDS: dict[str, tuple[Mend, ...]] = {
     "stablehlo.reduce": (_NANS["reduce"],),
     "stablehlo.reshape": (_FORGET,),
     "stablehlo.broadcast_in_dim": (_FORGET,),
-    "stablehlo.scatter": (*([_HOLD] if _MERGES_SLICES else []), _NANS["scatter"]),
+    "stablehlo.scatter": (_HOLD, _NANS["scatter"]),
 }

@@ -106,6 +106,26 @@ def test_xla_still_computes_this_wrongly_and_jgt_does_not(name):
     assert avoided or not is_wrong
 
 
+def test_a_shift_along_columns_of_which_each_device_has_one():
+    def shift(p, x):
+        return jgt.signal.tensor(jnp.tanh(x * p[None]), "h").at[:, 1:].set(jnp.tanh(x * p[None])[:, :-1]).at[:, 0].add(2.0)
+
+    def with_signal(p, x):
+        with jgt.signal.context("m"):
+            return shift(p, x)
+
+    rules = {"signals": {"m": {"tensors": {"h": [None, ["data", "tensor"]]}, "out": ["data", "tensor"]}}, "default": "replicate"}
+    mesh, x = jgt.make_mesh({"data": 4, "tensor": 2}), jnp.asarray(np.random.default_rng(0).standard_normal((ROWS, 8), np.float32))
+
+    def error():
+        sharded = jgt.shard(lambda p, x: with_signal(p, x), jgt.make_rules(rules), mesh, partial=True)
+        return float(jnp.max(jnp.abs(jax.jit(sharded)(jnp.ones(8), x) - shift(jnp.ones(8), x))))
+
+    with with_faults():
+        assert error() > 0.1
+    assert error() < 1e-5
+
+
 NANS = {
     "max": lambda x: jnp.max(x, 0),
     "min": lambda x: jnp.min(x, 0),

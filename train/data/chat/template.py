@@ -14,6 +14,7 @@ Contents are texts. Some templates write nothing but lists of parts, and leave a
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -179,6 +180,7 @@ class _Sandbox:
         self._programs: dict[str, int] = {}
         # Requests are answered in several threads.
         self._lock = threading.Lock()
+        atexit.register(self.end)
 
     def ask(self, source: str, request: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         """The answer to a request about a template: its `text`, or `why` there is none. Without a request, it is only compiled."""
