@@ -24,7 +24,7 @@ ALERTS = "alerts={command: [touch, /tmp/ran], disk: 1.0}"
 def test_a_run_file_names_no_program_for_alerts(folder, empty, more):
     (empty / "run.yaml").write_text("alerts: {command: [touch, ran], disk: 1.0}\n")
     (problem,) = refused(empty, "--config", "run.yaml", *more)
-    place = "command line: alerts=" if ALERTS in more else "run.yaml:1: "
+    place = "command line: alerts.command: " if ALERTS in more else "run.yaml:1: "
     assert problem.startswith(place) and "alerts.command: names a program" in problem and "--allow-command" in problem
     assert launch.main(["--processes", "1", "--", "run.yaml", *more]) == 2
     assert [path.name for path in empty.iterdir()] == ["run.yaml"]

@@ -31,7 +31,7 @@ class DeviceLanes:
         self.first = self.last = 0
         self._run, self._slices = run, list[tuple[int, float, float, str, str]]()
         # A file of another version or a damaged one is no profile.
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
             with open_file(run / "profile" / f"slices-{process}.json") as file:
                 found: Any = json.loads(file.read(_LARGEST))
             rows = [(int(device), float(at), float(us), str(signal), str(phase)) for device, at, us, signal, phase in found["slices"]]

@@ -82,7 +82,8 @@ def check_places(run: Run, resume: Resume, *, allow_command: bool = False) -> No
     }
     for key in [key for key, is_named in programs.items() if is_named and not allow_command]:
         why = "names a program, and a run's file alone runs none. Add --allow-command (from Python: allow_command=True), or remove it"
-        problems.append(f"{run.where(key)}: {key}: {why}")
+        # What was typed may have a token, and this line may be stored.
+        problems.append(f"{run.where(key) if run.is_from_file(key) else 'command line'}: {key}: {why}")
     with InputError.collect(problems):
         check_folder(run, resume)
     with InputError.collect(problems):

@@ -282,7 +282,11 @@ def test_a_step_without_a_profile_is_an_error(run, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"slices": 3}', '{"begin": 1e9, "first": 1, "last": 2, "slices": [[0, NaN, 1, "a", "b"]]}', "[" * 100_000]
+    "text",
+    [
+        *("", "[]", "{", '{"slices": 3}', '{"begin": 1e9, "first": 1, "last": 2, "slices": [[0, NaN, 1, "a", "b"]]}', "[" * 100_000),
+        f'{{"begin": 1e9, "first": 1, "last": 2, "slices": [[0, {10**400}, 1, "a", "b"]]}}',
+    ],
 )
 def test_a_damaged_profile_is_none(run, tmp_path, text):
     before = traced(run, tmp_path)

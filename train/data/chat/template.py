@@ -222,4 +222,6 @@ class _Sandbox:
 @functools.cache
 def _sandbox(process: int) -> _Sandbox:
     """The sandbox of this process: one that is forked has its own."""
-    return _Sandbox()
+    made = _Sandbox()
+    atexit.register(lambda: made.end() if os.getpid() == process else None)
+    return made
