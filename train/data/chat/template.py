@@ -180,7 +180,6 @@ class _Sandbox:
         self._programs: dict[str, int] = {}
         # Requests are answered in several threads.
         self._lock = threading.Lock()
-        atexit.register(self.end)
 
     def ask(self, source: str, request: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
         """The answer to a request about a template: its `text`, or `why` there is none. Without a request, it is only compiled."""
