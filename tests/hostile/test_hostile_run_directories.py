@@ -6,6 +6,7 @@ from hostile import PLACES, argument, assert_lines, content, diagonal, refused, 
 from jgt.document import InputError
 from train.config import load
 from train.records.records import Records
+from train.run import identity
 from train.run.history import begin_folder
 from train.run.identity import Resume, check_data, check_folder
 
@@ -52,9 +53,11 @@ def test_an_entry_that_is_not_what_a_run_writes_is_refused(folder, tmp_path, ent
 
 
 @pytest.mark.parametrize(("name", "entry"), diagonal(DAMAGED, ["config.yaml", "data.json"], 2))
-def test_a_run_does_not_resume_from_a_damaged_file(folder, tmp_path, name, entry):
+def test_a_run_does_not_resume_from_a_damaged_file(folder, tmp_path, monkeypatch, name, entry):
     run = load(folder / "base.yaml", [f"run.dir={tmp_path / 'run'}"])
     begin_folder(run, {"files": 1})
+    # A start without a checkpoint has nothing to go on with.
+    monkeypatch.setattr(identity, "_has_saved", lambda run: True)
     (tmp_path / "run" / entry).write_bytes(content(DAMAGED[name]))
     with watched(tmp_path), pytest.raises(InputError) as caught:
         check_folder(run, Resume())

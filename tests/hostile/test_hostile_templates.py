@@ -93,7 +93,7 @@ def _fresh():
 @pytest.mark.parametrize("name", [*REFUSED, *WRITTEN])
 def test_a_hostile_template_is_bounded(empty, name):
     source = REFUSED.get(name) or WRITTEN[name]
-    before, problems, text = cost()[0], None, ""
+    (before, most), problems, text = cost(), None, ""
     with watched(empty):
         try:
             text = ChatTemplate.of(Path("x.jinja"), source, {"bos_token": "<s>"}).render(CHAT)
@@ -101,7 +101,8 @@ def test_a_hostile_template_is_bounded(empty, name):
             problems = error.problems
     template._sandbox(os.getpid()).end()
     seconds, kilobytes = cost()
-    assert seconds - before < 4 and kilobytes < 1_200_000
+    # The peak of an earlier process of other tests may be larger.
+    assert seconds - before < 4 and kilobytes <= max(most, 1_200_000)
     assert not any(empty.iterdir())
     if name in REFUSED:
         (problem,) = problems or [f"it wrote {text[:100]!r}"]

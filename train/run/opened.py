@@ -83,9 +83,9 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
 
 def _check_rows(run: Run, data: Data, setup: Setup) -> None:
     """Raises InputError if processes share rows of a batch, of which each would draw other values."""
-    rows = local_rows(next(iter(setup.batch_shardings.values())), (batch := run.config.train.batch, 1))
+    name, x = next(iter(setup.batch_shapes.items()))
     # All processes have as many.
-    if jax.process_count() * len(rows) > batch and not data.is_repeatable:
+    if jax.process_count() * len(local_rows(setup.batch_shardings[name], x.shape)) > x.shape[0] and not data.is_repeatable:
         why = "samples have other values each time they are read, and several processes read the same rows, so their numbers would differ"
         remedy = "Draw from the rng of data.transform (docs/own.md, Augmentation), or split the batch over all processes"
         raise InputError([f"{run.where('data.source')}: data.source: {why}. {remedy}"])
