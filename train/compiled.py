@@ -1,24 +1,16 @@
 # pyright: reportPrivateUsage=false
 """Compiled programs that are stored for later starts, and checked before they run.
 
-A program with one wrong bit may run and compute wrong numbers, and JAX's own cache does not always notice: a compressed frame without a
-checksum unpacks to other bytes. So each stored file begins with a SHA-256 over its name and its content. The name is part of it because
-two whole files may be exchanged. Damaged files are reported, removed and compiled again. No fault of the folder ends a run.
-
-Anyone can compute such a checksum, and a program that a stranger has stored would run. In a folder that a run's file names, the checksum
-therefore has a key of this user's, and programs are in a folder below it whose name only this user knows.
+A program with one wrong bit may run and compute wrong numbers, and JAX's own cache does not always notice. So each one is a sealed file
+(`train.sealed`); a damaged file is reported, removed and compiled again. No fault of the folder ends a run.
 
 A whole program can still end the process that loads it: it may use instructions that this machine lacks, or a driver may have changed. A
 restart would load it again and die again. So a process writes the programs that it loads into a `.trial` file, which it locks, and removes
-as soon as a step is finished. The lock disappears with its process. A `.trial` file without a lock therefore shows that a process died with
-these programs, and the next start removes them. Without locks or room for such a file, programs are loaded without a trial.
-
-JAX writes in the first process alone, because the processes of an accelerator have the same keys. On CPUs each has its own, and would
-compile anew at each start. So there each process writes.
+as soon as a step is finished. A file without a lock shows that a process died with these programs, and the next start removes them. Without
+locks or room for such a file, programs are loaded without a trial.
 
 JAX reads and writes its cache through one object with the methods `get` and `put`, and has no public way to give it another. This file puts
-its own object there, and asks JAX whether it is in use. If not, JAX gets no cache: compiling again is better than running a program that
-was not checked.
+its own there, and asks JAX whether it is in use. If not, JAX gets no cache: compiling again is better than running a program unchecked.
 """
 
 from __future__ import annotations
@@ -26,11 +18,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import hashlib
-import hmac
 import itertools
 import os
-import platform
 import secrets
 import shutil
 import stat
@@ -38,12 +27,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 
 import jax
 from jax._src import compilation_cache, compiler
 
 from .command_line import say
+from .sealed import DamagedError, open_regular, read_sealed, write_sealed
 
 ENDING = ".sealed-cache"
 """The end of the names of stored programs. JAX's own cache, which may be in the same folder, uses `-cache` and `-atime`."""
@@ -51,11 +41,6 @@ TRIAL = ".trial"
 _LARGEST = 10 * 2**30
 """The bytes of a folder above which the oldest programs are removed at a start."""
 _LONGEST_TRIAL = 1 << 20
-_SEAL_BYTES = hashlib.sha256().digest_size
-
-
-class DamagedError(Exception):
-    """The file has no content that can be trusted. The message continues a sentence that begins with the file's name."""
 
 
 class Programs:
@@ -64,8 +49,7 @@ class Programs:
     def __init__(self, folder: Path, key: bytes = b""):
         # JAX shows `_path` in its log.
         self.folder = self._path = folder
-        self._key = key
-        self._reported: set[str] = set()
+        self._key, self._reported = key, set[str]()
         # A path and a descriptor, which stays open until the trial ends: its lock says that the process lives.
         self._trial: tuple[Path, int] | None = None
         # JAX compiles in several threads.
@@ -79,18 +63,16 @@ class Programs:
         except FileNotFoundError:
             return None
         except DamagedError as error:
-            self._report(f"the compiled program {path} {error}. {_remove(path)}")
-            return None
+            return self._report(f"the compiled program {path} {error}. {_remove(path)}")
         except OSError as error:
             # A disk that fails for a moment is no damage, so the file stays.
-            self._report(f"the compiled program {path} cannot be read: {error.strerror or error}. It is compiled again")
-            return None
+            return self._report(f"the compiled program {path} cannot be read: {error.strerror or error}. It is compiled again")
         with contextlib.suppress(OSError), self._trial_lock:
-            if (trial := self._trial) is None:
+            if self._trial is None:
                 new = self.folder / f"{secrets.token_hex(8)}{TRIAL}"
-                self._trial = trial = new, os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-                fcntl.flock(trial[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(trial[1], f"{key}\n".encode())
+                self._trial = new, os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+                fcntl.flock(self._trial[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(self._trial[1], f"{key}\n".encode())
         return program
 
     def put(self, key: str, value: bytes) -> None:
@@ -106,18 +88,17 @@ class Programs:
         with self._trial_lock:
             trial, self._trial = self._trial, None
             if trial is not None:
-                path, descriptor = trial
                 # Removed before the lock is released: no other process takes it for a dead one's.
                 with contextlib.suppress(OSError):
-                    path.unlink(missing_ok=True)
-                os.close(descriptor)
+                    trial[0].unlink(missing_ok=True)
+                os.close(trial[1])
 
     def remove_suspects(self) -> None:
         """Removes the programs that dead processes have left on trial."""
         names: set[str] = set()
         for trial in self.folder.glob(f"*{TRIAL}"):
             # BlockingIOError: the process lives. Everything else: this is not a file that a start has written.
-            with contextlib.suppress(OSError, ValueError, DamagedError), _open_file(trial) as file:
+            with contextlib.suppress(OSError, ValueError, DamagedError), open_regular(trial) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for key in file.read(_LONGEST_TRIAL).decode().split():
                     program = self.folder / f"{key}{ENDING}"
@@ -167,7 +148,7 @@ def use_programs(programs: Programs) -> bool:
 
 @functools.cache
 def _write_in_each_process() -> None:
-    """Has JAX store what a process other than the first compiles for CPUs. A second call changes nothing."""
+    """Has JAX store what other processes than the first compile for CPUs, where each has keys of its own. A second call changes nothing."""
     write = compiler._cache_write
 
     @functools.wraps(write)
@@ -200,73 +181,6 @@ def programs_on_trial() -> Iterator[None]:
         finish_trial()
         raise
     finish_trial()
-
-
-def default_folder() -> Path:
-    """A folder in the user's cache, one for each kind of CPU: a program compiled for one kind may use instructions that another lacks.
-
-    Raises RuntimeError for a user without a home.
-    """
-    base, features = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"), platform.processor()
-    with contextlib.suppress(OSError, StopIteration):
-        features = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features")))
-    return base / "jgt" / "compiled" / f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
-
-
-def own_folder(folder: Path) -> tuple[Path, bytes]:
-    """The folder of this user's programs below one that a stranger may have filled, and the key of their seals.
-
-    Raises RuntimeError for a user without a home, and OSError.
-    """
-    path, new = default_folder().with_name("key"), default_folder().with_name(f"{secrets.token_hex(8)}-cache")
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with os.fdopen(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-                file.write(secrets.token_bytes(_SEAL_BYTES))
-            # The key of another process that starts at this moment stays.
-            with contextlib.suppress(FileExistsError):
-                os.link(new, path)
-        finally:
-            new.unlink(missing_ok=True)
-    key = path.read_bytes()
-    return folder / _seal("folder", b"", key).hex()[:16], key
-
-
-def read_sealed(path: Path, key: bytes = b"") -> bytes:
-    """The content of a file of `write_sealed`. Raises DamagedError, or OSError if the file is absent or cannot be read."""
-    with _open_file(path) as file:
-        seal, content = file.read(_SEAL_BYTES), file.read()
-    if seal != _seal(path.name, content, key):
-        raise DamagedError("is damaged: its checksum differs")
-    return content
-
-
-def write_sealed(path: Path, content: bytes, key: bytes = b"") -> None:
-    """Writes a file that shows whether it is whole, in place of an earlier one of the same name. Raises OSError.
-
-    key: then it also shows whether someone who has the key wrote it.
-    """
-    # A short name: the file's own may be as long as names can be. The ending is one that `_remove_oldest` removes after a killed process.
-    new = path.with_name(f"{secrets.token_hex(8)}-cache")
-    try:
-        new.write_bytes(_seal(path.name, content, key) + content)
-        new.replace(path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
-
-
-def _seal(name: str, content: bytes, key: bytes) -> bytes:
-    text = os.fsencode(name) + b"\0" + content
-    return hmac.digest(key, text, "sha256") if key else hashlib.sha256(text).digest()
-
-
-def _open_file(path: Path) -> IO[bytes]:
-    """Opens a file to read. Raises DamagedError for anything else of this name, such as a pipe, at which reading would wait for ever."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise DamagedError("is not a file")
-    return path.open("rb")
 
 
 def _remove(path: Path) -> str:

@@ -20,8 +20,9 @@ import jax
 
 from jgt.document import InputError
 
-from ..compiled import DamagedError, default_folder, open_programs, own_folder, read_sealed, use_programs, write_sealed
+from ..compiled import open_programs, use_programs
 from ..config import Config
+from ..sealed import DamagedError, default_folder, own_folder, read_sealed, write_sealed
 
 _PIPELINE = {
     "xla_gpu_enable_latency_hiding_scheduler": "true",

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zlib
 from contextlib import contextmanager
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ import pytest
 from jax._src import compilation_cache
 
 from train import compiled
-from train.compiled import ENDING, TRIAL, Programs, open_programs, use_programs, write_sealed
+from train.compiled import ENDING, TRIAL, Programs, open_programs, use_programs
+from train.sealed import write_sealed
 
 # A trial is open as long as its process lives, unless a step is finished.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -184,7 +186,7 @@ def test_a_full_disk_leaves_no_unfinished_file(tmp_path, capsys, monkeypatch):
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("train.compiled.Path.replace", fail)
+    monkeypatch.setattr("pathlib.Path.replace", fail)
     programs.put("jit_f", b"program")
     assert "No space left on device" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
@@ -320,8 +322,8 @@ def test_what_killed_writers_left_is_removed_like_an_old_program(monkeypatch, tm
 
     monkeypatch.setattr(compiled, "_LARGEST", 0)
     with monkeypatch.context() as patch:
-        patch.setattr(compiled.Path, "replace", die)
-        patch.setattr(compiled.Path, "unlink", lambda *_, **__: None)
+        patch.setattr(Path, "replace", die)
+        patch.setattr(Path, "unlink", lambda *_, **__: None)
         with pytest.raises(KeyboardInterrupt):
             open_programs(tmp_path).put("jit_f", b"program")
     assert len(list(tmp_path.iterdir())) == 1
