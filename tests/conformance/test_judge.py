@@ -117,3 +117,26 @@ def test_a_product_of_zero_and_the_infinity_of_an_empty_segment_may_be_zero():
     wrong = Judge(drawn("x0 * 0 + jnp.where(k0 > 3, jnp.inf, 0.0)[:, None]", "v0 - v0[::-1]", indices={"k0": ((8,), 8)}), 0)
     lost = np.nan_to_num(wrong.expected["value v1"])
     assert [each.error for each in wrong.differences({"value v1": lost})] == [np.inf]
+
+
+def test_what_is_compared_with_a_product_of_zero_and_an_infinity_may_be_that_of_zero():
+    program = drawn("jax.nn.one_hot(k0, 8) @ x0[:, 0]", "v0 > x0[:, 0]", indices={"k0": ((8,), 8)})
+    judges = (Judge(replace(program, salt=salt), 2) for salt in range(200))
+    judge = next(judge for judge in judges if (np.isinf(x := judge.arguments["x0"][:, 0]) | np.isnan(x)).sum() == np.isinf(x).sum() == 1)
+    x, k = np.asarray(judge.arguments["x0"])[:, 0], np.asarray(judge.arguments["k0"])
+    chosen = np.where((k >= 0) & (k < 8), x[np.clip(k, 0, 7)], 0)
+    assert judge.differences({"value v1": chosen > x}) == []
+    assert judge.differences({"value v1": chosen <= x}) != []
+
+
+def test_the_sign_of_a_zero_that_a_sort_sees_is_no_fault():
+    program = drawn("lax.top_k(x0, 2)[0]", gradient=True)
+
+    def gradient(judge, sign):
+        _, pull = jax.vjp(lambda x: jax.lax.top_k((sign * x + 0) * sign, 2)[0], judge.arguments["x0"])
+        return np.asarray(pull(judge.arguments["c_v0"])[0])
+
+    judges = (Judge(replace(program, salt=salt), 0) for salt in range(200))
+    judge = next(judge for judge in judges if (gradient(judge, 1) != judge.expected["gradient x0"]).any())
+    assert judge.differences({"gradient x0": gradient(judge, 1)}) == []
+    assert judge.differences({"gradient x0": np.roll(gradient(judge, 1), 1, 0)}) != []

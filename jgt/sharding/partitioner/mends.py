@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import stablehlo
+from jaxlib.mlir.dialects import sdy, stablehlo
 
 from jgt.sharding.partitioner.grid import Splits, count_parts
 from jgt.sharding.partitioner.nans import add_flags, keeps_extremes, loses_nans
@@ -86,7 +87,23 @@ def _far_starts(op: Any) -> dict[int, int]:
 
 
 def _starts_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:
-    return any(layouts[0][d] or layouts[-1][d] for d in _far_starts(op))
+    """Whether XLA cuts a dim whose start may be wrong: because the dim is split, or because a reader needs only a part of it."""
+    _, sizes = _starts(op)
+    is_slice = op.name == "stablehlo.dynamic_slice"
+    return any(layouts[0][d] or layouts[-1][d] or (sizes[d] > 1 if is_slice else _is_cut(op.results[0], d)) for d in _far_starts(op))
+
+
+def _is_cut(value: Any, d: int) -> bool:
+    """Whether a reader may need a part of a dim. A loop that carries the value, and a slice of one row, do not."""
+    return any(_cuts(use.owner, d) for use in value.uses)
+
+
+def _cuts(reader: Any, d: int) -> bool:
+    if reader.name == "sdy.sharding_constraint":
+        sharding = sdy.TensorShardingAttr(reader.attributes["sharding"])
+        return bool(sdy.DimensionShardingAttr(sharding.dimension_shardings[d]).axes) or _is_cut(reader.results[0], d)
+    is_row = reader.name == "stablehlo.dynamic_slice" and type_shape(reader.results[0])[d] == 1
+    return not is_row and not reader.name.endswith(".return")
 
 
 def _clamp_starts(op: Any) -> None:
@@ -95,6 +112,28 @@ def _clamp_starts(op: Any) -> None:
         start = op.operands[first + d]
         low, high = (stablehlo.constant(_splat(start.type, n)) for n in (0, largest))
         op.operands[first + d] = stablehlo.clamp(low, start, high)
+
+
+def _windows(op: Any) -> tuple[list[int], list[int], int]:
+    """The sizes of the windows of a gather along the dims that its indices choose from, their largest starts, and the dim of an index."""
+    numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
+    sizes, shape = [*ir.DenseI64ArrayAttr(op.attributes["slice_sizes"])], type_shape(op.operands[0])
+    chosen = [*numbers.start_index_map]
+    return [sizes[d] for d in chosen], [shape[d] - sizes[d] for d in chosen], numbers.index_vector_dim
+
+
+def _has_windows(op: Any) -> bool:
+    sizes, largest, _ = _windows(op)
+    return any(size > 1 and room > 0 for size, room in zip(sizes, largest, strict=True))
+
+
+def _clamp_indices(op: Any) -> None:
+    (_, largest, dim), kind = _windows(op), ir.RankedTensorType(op.operands[1].type)
+    element = ir.IntegerType(kind.element_type)
+    along = np.reshape(largest, [len(largest) if d == dim else 1 for d in range(kind.rank)])
+    high = np.broadcast_to(along, kind.shape).astype(f"{'u' if element.is_unsigned else 'i'}{element.width // 8}")
+    low, high = (stablehlo.constant(ir.DenseElementsAttr.get(limit, signless=not element.is_unsigned)) for limit in (0 * high, high))
+    op.operands[1] = stablehlo.clamp(low, op.operands[1], high)
 
 
 def _scattered(op: Any) -> tuple[list[int], list[int]]:
@@ -173,11 +212,18 @@ def _splat(kind: Any, number: int) -> Any:
 
 
 _CLAMP = Mend(
-    fault="reads or writes elsewhere if the start is outside of a split dim",
+    fault="reads or writes elsewhere if the start is outside of the array",
     form="a start that is clamped first",
     concerns=lambda op: bool(_far_starts(op)),
     is_wrong=_starts_wrongly,
     apply=_clamp_starts,
+)
+_CLAMP_INDICES = Mend(
+    fault="reads elsewhere if a window begins outside of the array",
+    form="indices that are clamped first",
+    concerns=_has_windows,
+    is_wrong=lambda op, layouts: True,
+    apply=_clamp_indices,
 )
 _HOLD = Mend(
     fault="reads another row where it updates one row of a split dim",
@@ -209,6 +255,7 @@ _NANS = {
 _MENDS: dict[str, tuple[Mend, ...]] = {
     "stablehlo.dynamic_slice": (_CLAMP,),
     "stablehlo.dynamic_update_slice": (_CLAMP,),
+    "stablehlo.gather": (_CLAMP_INDICES,),
     "stablehlo.reduce": (_NANS["reduce"],),
     "stablehlo.reshape": (_FORGET,),
     "stablehlo.broadcast_in_dim": (_FORGET,),

@@ -112,12 +112,16 @@ class Placed:
         return found
 
     def _read(self, op: Any, values: list[Any]) -> tuple[tuple[Splits, ...], AxisGrid, Any] | None:
-        """The layouts of values of an operation, the devices around it and its mesh; None if all are whole on every device."""
+        """The layouts of values of an operation, the devices around it and its mesh; None where no axis can split any."""
         shardings = [sharding_of(value) for value in values]
-        mesh = next((sharding.mesh_or_ref for sharding in shardings if sharding is not None), None)
-        if mesh is None:
-            return None
+        # A value without a layout is whole, but another operation may read a part of it.
+        mesh = next(
+            (s.mesh_or_ref for s in shardings if s is not None),
+            ir.FlatSymbolRefAttr.get(max(self.meshes, key=lambda name: len(self.meshes[name].axes))),
+        )
         grid = AxisGrid.around(op, self.meshes[mesh.value] if isinstance(mesh, ir.FlatSymbolRefAttr) else mesh, shardings)
+        if all(size == 1 for _, _, size in grid.sub_axes):
+            return None
         given = tuple(grid.layout(sharding, len(type_shape(value))) for sharding, value in zip(shardings, values, strict=True))
         return given, grid, mesh
 

@@ -277,10 +277,56 @@ def test_one_row_on_each_device_is_not_taken_for_a_broadcast(name):
     assert errors() < 1e-5
 
 
+def cut_windows(x, k):
+    window = jgt.signal.tensor(lax.dynamic_slice_in_dim(x, k, 4, 1), "whole")
+    return jgt.signal.tensor(window[:6] + window[2:], "columns")
+
+
+def windows_of_rows(x, k):
+    return jgt.signal.tensor(jax.vmap(lambda row: lax.dynamic_slice_in_dim(row, k, 2))(x[:4]), "both")
+
+
+def row_of_an_update(x, k):
+    column = jgt.signal.tensor(x[:2, 0], "split")
+    return lax.dynamic_slice_in_dim(x[:2, 1].at[1:].min(column[1:]), k, 1, 0)
+
+
+# By name: a function of an array that is whole, [8, 8], and of a start, whether it is wrong, and the starts for which it is.
+CUT = {
+    "a window of which a reader needs a part": (cut_windows, OLD),
+    "a window of each row": (windows_of_rows, OLD),
+    "an update of which a reader needs a part": (row_of_an_update, True),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_start_outside_of_a_whole_dim_of_which_a_reader_needs_a_part(name):
+    fn, is_wrong = CUT[name]
+
+    def loss(x, k):
+        with jgt.signal.context("m"):
+            out = fn(x, k)
+        return jnp.sum(out * jnp.arange(1.0, 1 + out.size).reshape(out.shape))
+
+    specs = {"whole": [None, None], "columns": [None, "cut"], "both": ["rows", "cut"], "split": ["cut"]}
+    rules = jgt.make_rules({"signals": {"m": {"tensors": specs}}, "default": "replicate", "inputs": []})
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((8, 8), np.float32))
+
+    def error():
+        step = jax.jit(jax.value_and_grad(jgt.shard(loss, rules, jgt.make_mesh({"rows": 4, "cut": 2}), partial=True)))
+        pairs = [(step(x, k), jax.value_and_grad(loss)(x, k)) for k in map(jnp.int32, (-20, -1, 0, 3, 7, 20))]
+        leaves = [zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True) for found, right in pairs]
+        return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for each in leaves for a, b in each)
+
+    with with_faults():
+        assert (error() > 1e-2) is is_wrong
+    assert error() < 1e-5
+
+
 def test_starts_that_fit_and_whole_windows_are_left_alone():
     def loss(params, x):
         h = x @ params["w"]
-        return jnp.sum(lax.dynamic_slice(h, (0, (h[0, 0] > 0).astype(int)), (ROWS, 2)) * lax.dynamic_slice_in_dim(h, 3, 4, 0).sum())
+        return jnp.sum(lax.dynamic_slice(h, (0, (h[0, 0] > 0).astype(int)), (ROWS, 8)) * lax.dynamic_slice_in_dim(h, 3, 4, 0).sum())
 
     rules = jgt.make_rules({"axes": {"batch": ["data"]}, "default": "replicate"})
     with avoided_faults() as avoided:
