@@ -65,9 +65,9 @@ class FilesWriter:
 
     def begin(self, arrays: Mapping[str, Any], step: int) -> None:
         """Begins to write arrays, and returns when they are copied."""
-        chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), arrays)
+        chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), dict(arrays))
         # `force` replaces a folder of this name, which a save that was interrupted may have left.
-        self._writer.save(self._steps.saving(step) / ARRAYS, args=ocp.args.StandardSave(arrays, chunks), force=True)
+        self._writer.save(self._steps.saving(step) / ARRAYS, args=ocp.args.PyTreeSave(dict(arrays), save_args=chunks), force=True)
 
     def wait(self) -> None:
         """Returns when every process has written its shards."""
@@ -101,4 +101,8 @@ def _make_writer() -> ocp.AsyncCheckpointer:
     # traceback. SaveError says it once. Logging is changed here, where the first writer is made, and not by an import of this file.
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)
     logging.getLogger("absl").addFilter(_is_not_orbax)
-    return ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler(), timeout_secs=600)
+    # Orbax lets each device that has a copy of an array write a part of it, which it cuts with a program that is compiled for each shape,
+    # while training waits. Arrays that are written in one part anyway are not worth it.
+    handler = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=_CHUNK_BYTES)
+    types = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
+    return ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=types), timeout_secs=600)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import newest_of
+from jax._src import compiler
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgt.document import InputError
@@ -303,3 +304,14 @@ def test_a_save_that_finds_no_room_is_told_and_leaves_nothing(checkpoints, tmp_p
     checkpoints.save(state_on(PartitionSpec()), 2, samples=2)
     checkpoints.wait()
     assert newest_of(checkpoints)[0].manifest.step == 2
+
+
+def test_a_save_compiles_nothing_while_training_waits(checkpoints, monkeypatch):
+    """Orbax would cut an array that several devices have into their parts, with a program for each shape."""
+    state, plain, compiled = state_on(PartitionSpec()), compiler.compile_or_get_cached, []
+    monkeypatch.setattr(compiler, "compile_or_get_cached", lambda *arguments: compiled.append(arguments) or plain(*arguments))
+    checkpoints.save(state, 1, samples=1)
+    assert not compiled
+    checkpoints.wait()
+    jax.jit(lambda x: x + 2.5)(state.params["kernel"])
+    assert compiled

@@ -97,7 +97,6 @@ FORGERIES = {
     "metadata of a list": metadata("[1, 2]"),
     "metadata of nothing": metadata('{"tree_metadata": {}}'),
     "a cut manifest of Orbax": cut("manifest.ocdbt"),
-    "cut array metadata": cut("array_metadatas/process_0"),
     "samples": samples,
 }
 ALWAYS = ("arrays of other shapes", "metadata nested deeply")
