@@ -27,7 +27,14 @@ __all__ = ["backward", "context", "experts", "per_microbatch", "tensor", "trips"
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
-class context(contextlib.ContextDecorator):  # noqa: N801 - it reads as a function
+class _Named(type):
+    def __enter__(cls) -> None:
+        raise TypeError("a region needs a name: with jgt.signal.context('mlp'):")
+
+    __exit__ = __enter__
+
+
+class context(contextlib.ContextDecorator, metaclass=_Named):  # noqa: N801 - it reads as a function
     """Names the region of a with-statement or of a decorated function. Regions nest: `attn` inside `layers` is `layers/attn`.
 
     Raises ValueError for a name with characters outside `[A-Za-z0-9_.-]`.

@@ -84,6 +84,8 @@ MISTAKES = {
     "check run.yaml 'data={source: text, path: plain.txt}' model.vocab=50": "Set model.vocab=",
     "check run.yaml 'context={method: ring}'": "context: unknown key. Known: run, model, devices, xla, mesh, rules, pipeline, data, lora, ",
     "check run.yaml rules=fsdp": "rules: no such file: fsdp. Did you mean 'jgt:fsdp'?",
+    "check run.yaml 'sync={every: 4}'": "sync: the key 'axis' is missing: an axis that splits the batch and no parameter, the",
+    "check run.yaml 'hooks={draw: {every: 2}}'": "hooks.draw: the key 'call' is missing: MODULE:NAME of a function, which gets",
     "check run.yaml mesh.data=4": "data=4 x fsdp=2 x tensor=2 = 16 devices, but there are 8. Make the product 8, or one size -1",
     "check own.yaml": "'mine:Net' is code of your own, which a config alone does not run. Add --code PATH with the file or folder of mine",
     "check own.yaml --code mine.py hooks.draw.call=os:system": "os is the name of a module of Python's own. Give the file another name",
@@ -163,6 +165,24 @@ def test_parameters_that_do_not_fit_the_loss_are_explained():
     with pytest.raises(TypeError) as caught:
         jgt.init(Model, {"default": "replicate"}, mesh, nnx.Rngs(0), loss=loss, batch=jax.numpy.ones((8, 4)))
     assert "with what init_fn returns as its first argument" in "".join(caught.value.__notes__)
+
+
+def test_a_region_without_a_name_is_refused():
+    with pytest.raises(TypeError, match=r"^a region needs a name: with jgt.signal.context\('mlp'\):$"), jgt.signal.context:
+        pass
+
+
+@pytest.mark.parametrize("section", [{"hooks": {"h": {"call": print, "every": 1}}}, {"train": {"loss": print}}])
+def test_a_function_is_no_value_of_a_config(section):
+    with pytest.raises(
+        jgt.document.InputError, match=r": must be text, not code, an argument of jgt.run \(such as loss=\): <built"
+    ):
+        jgt.run(section)
+
+
+def test_overrides_from_python_are_texts():
+    with pytest.raises(TypeError, match=r"overrides are texts, such as \['train.steps=3'\], not a mapping"):
+        jgt.run({}, {"train.steps": 1})
 
 
 def test_a_checkpoint_that_is_not_there_names_those_that_are(tmp_path):

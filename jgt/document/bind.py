@@ -68,7 +68,8 @@ def bind(node: Node, cls: type[_T], problems: list[str]) -> _T | None:
     values = _values(node, node.value, cls, list(fields), problems)
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            problems.append(node.problem(f"the key {name!r} is missing"))
+            said = next((line.strip() for line in (cls.__doc__ or "").splitlines() if line.strip().startswith(f"{name}: ")), "")
+            problems.append(node.problem(f"the key {name!r} is missing{said.removeprefix(name).rstrip('.')}"))
     if len(problems) > num_before:
         return None
     # Only now: the checks of `problems` rely on the types and bounds of the single fields.

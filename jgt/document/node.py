@@ -72,7 +72,7 @@ class Node:
     def in_words(self) -> str:
         """The value in words, for messages: `a list`, `the whole number 3`, `the text 'x'`."""
         names: dict[type, str] = {dict: "a mapping", list: "a list", int: "the whole number ", float: "the number ", str: "the text "}
-        name = names.get(type(self.value), "")
+        name = names.get(type(self.value), "code, an argument of jgt.run (such as loss=): " if callable(self.value) else "")
         return name if isinstance(self.value, dict | list) else f"{name}{shown(self.value)}"
 
     @property

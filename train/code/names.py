@@ -150,9 +150,9 @@ def checked_arguments(
         for key in given
         if key not in parameters and not takes_all
     ]
-    passed = f", or name it as a value that the run passes: {', '.join(offered)}" if offered else ""
+    passed = f"Call it as a value that the run passes ({', '.join(offered)}), or add" if offered else "Add"
     problems += [
-        f"{where('')}: {title} needs the argument {name!r}. Add it as a key here{passed}"
+        f"{where('')}: {title} needs the argument {name!r}. {passed} a key of its name here"
         for name, p in parameters.items()
         if p.default is p.empty and name not in given and name not in offered
     ]

@@ -36,7 +36,7 @@ def read_rows(path: Path, columns: Collection[str]) -> Iterator[Record | TextErr
 
     All rows of a column of mappings have the same keys there, so a null is a key that a row does not have.
     """
-    texts = _texts(path, "Parquet", _parquet_tables(path, columns), lambda _, row: json.dumps(row, default=str))
+    texts = _texts(path, "Parquet", _parquet_tables(path, columns), _row_text)
     for number, text in enumerate(texts, 1):
         yield text if isinstance(text, TextError) else (f"{path}: row {number}", json.loads(text, object_pairs_hook=without_nulls))
 
@@ -63,6 +63,17 @@ def _texts(path: Path, kind: str, arrays: Iterator[Any], text_of: Callable[[str,
     # Damage is an error of Arrow's, of the system or, in the text of a message, of Python's.
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         yield TextError(f"{path}: the {kind} data is damaged or cut short, after row {row}: {error}. Create or download the file again")
+
+
+def _row_text(where: str, row: dict[str, Any]) -> str | TextError:
+    """A row of a table as JSON."""
+    values = list[str]()
+    for key, value in row.items():
+        try:
+            values.append(f"{json.dumps(key)}: {json.dumps(value)}")
+        except TypeError as error:
+            return TextError(f"{where}: {shown(key, quotes=False)}: {error}. Write such values as text or numbers")
+    return f"{{{', '.join(values)}}}"
 
 
 def without_nulls(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

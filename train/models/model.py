@@ -50,6 +50,10 @@ class Vector(nnx.Param):
     """A parameter that is added or multiplied element by element: learned positions [seq, embed] are one vector a position."""
 
 
+class LostError(Exception):
+    """Something was written into a model that does not outlive the step."""
+
+
 Settle = Callable[[Any], tuple[Any, dict[str, jax.Array]]]
 
 
@@ -126,7 +130,11 @@ def of_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     def run(use: Use, values: Any, variables: Any, is_training: bool) -> tuple[Any, Any]:
         filled = _filled(params, values), _filled(rest, _keys(variables, keys))
         module = nnx.merge(graphs[is_training], *filled)
+        before = _plain_arrays(module)
         result = use(module)
+        if lost := [name for name, x in _plain_arrays(module).items() if x is not before.get(name)]:
+            why = "is no variable of nnx, so its value would be lost. Return it, or make it an nnx.Variable in the model's __init__"
+            raise LostError(f"the model's attribute {lost[0]} was set to an array, which {why}")
         after = nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
         # A module may add variables while it runs, such as values that it sows. They do not outlive the step.
         return result, _bits(_like(variables, after))
@@ -201,6 +209,12 @@ def _draws(apply: Callable[..., Any], params: Any, collections: Any) -> bool:
     except InvalidRngError:
         return True
     return False
+
+
+def _plain_arrays(module: nnx.Module) -> dict[str, Any]:
+    """The arrays in the attributes of a module, and of those in it, that are no variables."""
+    nodes = [(path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)]
+    return {"/".join(map(str, (*path, name))): x for path, node in nodes for name, x in vars(node).items() if isinstance(x, jax.Array)}
 
 
 def _declared_by_nnx(module: nnx.Module) -> dict[str, Role]:

@@ -103,6 +103,8 @@ def run_here(
     """
     if others:
         raise TypeError(f"jgt.run has no argument {next(iter(others))!r}. Values of the config are overrides, such as ['train.steps=3']")
+    if isinstance(overrides, Mapping):
+        raise TypeError("overrides are texts, such as ['train.steps=3'], not a mapping")
     parts = {"model.kind": model, "train.loss": loss, "optimizer.name": optimizer, "data.source": data, "data.transform": transform}
     own = own_code(code, parts | {f"hooks.{name}.call": hook for name, hook in (hooks or {}).items()})
     checked = configs.load(config, listed(overrides), code=own)

@@ -84,10 +84,24 @@ def check_places(run: Run, resume: Resume, *, allow_command: bool = False) -> No
         why = "names a program, and a run's file alone runs none. Add --allow-command (from Python: allow_command=True), or remove it"
         # What was typed may have a token, and this line may be stored.
         problems.append(f"{run.where(key) if run.is_from_file(key) else 'command line'}: {key}: {why}")
-    with InputError.collect(problems):
-        check_folder(run, resume)
-    with InputError.collect(problems):
-        check_weights(run)
+    for check in (lambda: _check_allowed(run, resume), lambda: check_folder(run, resume), lambda: check_weights(run)):
+        with InputError.collect(problems):
+            check()
+    if problems:
+        raise InputError(problems)
+
+
+def _check_allowed(run: Run, resume: Resume) -> None:
+    """Raises InputError if a key that may differ is in neither the run's file nor that of the run directory."""
+    keys, path = [key for key in resume.allow if key not in FIXED], run.config.run.path / CONFIG
+    if not keys:
+        return
+    trees = [Node.of(run.resolved(), "config").plain(), *([document.read(path).plain()] if path.is_file() else [])]
+    problems = list[str]()
+    for section, _, name in (key.rpartition(".") for key in keys):
+        beside = {key for tree in trees if isinstance(found := _get(tree, section), dict) for key in found}
+        if section and name not in beside:
+            problems.append(f"command line: --allow-change: {section}.{name}: unknown key. {nearest(name, beside)}")
     if problems:
         raise InputError(problems)
 

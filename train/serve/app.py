@@ -184,9 +184,12 @@ _ERRORS: Mapping[type[Exception], tuple[int, str | None, str]] = {
 """The status, the code and the message of an error, which is its own if it has no other."""
 
 
-async def _failed(_: Request, error: Any) -> Response:
+async def _failed(request: Request, error: Any) -> Response:
     if isinstance(error, HTTPException):
         status, code, message, headers = error.status_code, None, error.detail, dict(error.headers or {})
+        if message == "Not Found":
+            paths = ", ".join(route.path for route in request.app.routes if "{" not in route.path)
+            message = f"there is no path {shown(request.url.path)}. There are {paths}; the base_url of a client ends with /v1"
     else:
         status, code, message = _ERRORS.get(type(error), (500, None, "the server failed. Its log says why"))
         headers = {"Retry-After": "1"} if status == 503 else {}

@@ -27,7 +27,7 @@ from jgt import Pipeline, Sharded
 from jgt.document import InputError
 
 from ..code.names import FAILURES, call_problem, described, own_line
-from ..models.model import Model, Settle, Terms
+from ..models.model import LostError, Model, Settle, Terms
 from .trained import merged
 
 Arrays = dict[str, jax.Array]
@@ -171,6 +171,8 @@ def reported(where: str, names: Collection[str] = ()) -> Iterator[None]:
         yield
     except InputError:
         raise
+    except LostError as error:
+        raise InputError([f"{where}: {error}"]) from None
     except FAILURES as error:
         if not own_line(error):
             raise

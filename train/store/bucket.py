@@ -200,7 +200,9 @@ class Bucket:
         except (ValueError, OSError, TimeoutError, RuntimeError) as error:
             # Its errors are of few types. The message begins with a word for the kind, such as PERMISSION_DENIED.
             line = next(iter(str(error).splitlines()), type(error).__name__)
-            raise StoreError(errno.EIO, shown(line, _MAX_LINE, quotes=False), self.url(name)) from error
+            has_key = not self._url.startswith("s3:") or "AWS_ACCESS_KEY_ID" in os.environ
+            hint = "" if has_key else ". AWS_ACCESS_KEY_ID is not set; AWS_ENDPOINT_URL and AWS_REGION say where the bucket is"
+            raise StoreError(errno.EIO, shown(line, _MAX_LINE, quotes=False) + hint, self.url(name)) from error
 
 
 _LIMITS = {"concurrency": {"limit": 4 * _THREADS}, "retries": _RETRIES}

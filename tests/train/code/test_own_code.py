@@ -92,7 +92,7 @@ def test_what_a_signature_does_not_take_and_lacks_is_reported(code):
     target = load_object("my_models:Mamba", "model.kind", code, "x")
     with pytest.raises(InputError) as caught:
         call_with(target, {"widht": 3}, {"seq": 9}, lambda key: f"run.yaml:3: model.{key or 'kind'}")
-    remedy = "Add it as a key here, or name it as a value that the run passes: seq"
+    remedy = "Call it as a value that the run passes (seq), or add a key of its name here"
     assert set(caught.value.problems) == {
         f"run.yaml:3: model.kind: Mamba needs the argument 'vocab'. {remedy}",
         f"run.yaml:3: model.kind: Mamba needs the argument 'width'. {remedy}",

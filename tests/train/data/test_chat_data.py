@@ -1,5 +1,6 @@
 """Conversations as training data: the shapes of files, rows of whole conversations, and input that is refused."""
 
+import datetime
 import json
 import re
 from pathlib import Path
@@ -180,6 +181,10 @@ def test_parquet_has_the_conversations_of_json_lines(whole, tmp_path):
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     keys = {"template": str(tmp_path / "t.jinja"), "seq": 300}
     assert whole(str(tmp_path / "a.parquet"), **keys) == whole(write(tmp_path / "a.jsonl", *rows), **keys)
+    dated = [{**row, "tools": [{"name": "f", "parameters": {"since": datetime.date(2024, 7, 26)}}]} for row in rows[:1]]
+    parquet.write_table(pyarrow.Table.from_pylist(dated), tmp_path / "c.parquet")
+    with pytest.raises(InputError, match=r"c.parquet: row 1: tools: Object of type date is not JSON serializable. Write such values as"):
+        whole(str(tmp_path / "c.parquet"), **keys)
     parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "b.parquet")
     with pytest.raises(InputError, match=r"b.parquet: has the columns 'text', and none of messages, conversations"):
         whole(str(tmp_path / "b.parquet"))

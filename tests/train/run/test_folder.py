@@ -10,7 +10,7 @@ from train.command_line import InUseError
 from train.config import load
 from train.run.folder import lock_folder, move_earlier_run
 from train.run.history import begin_folder
-from train.run.identity import Resume, check_data, check_folder, check_weights, read_resume
+from train.run.identity import Resume, check_data, check_folder, check_places, check_weights, read_resume
 
 FINGERPRINT = {"source": "text", "train_tokens": 100}
 
@@ -128,6 +128,14 @@ def test_a_misspelt_key_has_its_nearest_name(key, near):
     assert problems(read_resume, "auto", [key], Path()) == (
         f"command line: --allow-change: {key}: unknown key. Did you mean '{near}'? It takes these keys and the keys below them: "
         "model, data, run.seed, lora, optimizer.name, optimizer.train, code, checkpoint.weights, base",
+    )
+
+
+def test_a_key_that_no_file_has_cannot_be_allowed(tiny, started):
+    found = problems(check_places, tiny(), Resume(allow=("model.layers", "model.layer", "data", "data.packin", "base")))
+    assert found == (
+        "command line: --allow-change: model.layer: unknown key. Did you mean 'layers'?",
+        "command line: --allow-change: data.packin: unknown key. Did you mean 'packing'?",
     )
 
 

@@ -302,7 +302,11 @@ def test_other_errors_have_the_same_form(served):
         answered = served.ask(path, body, **options)
         return answered.status, answered.json["error"]["message"]
 
-    assert status("/v1/nothing") == (404, "Not Found")
+    assert status("/v1/nothing") == (
+        404,
+        "there is no path '/v1/nothing'. There are /health, /v1/models, /v1/completions, /v1/chat/completions; "
+        "the base_url of a client ends with /v1",
+    )
     assert status("/v1/models/org/gpt-4") == (404, "the model 'org/gpt-4' is not served here. There is: 'parrot'")
     assert status(COMPLETIONS) == (405, "Method Not Allowed")
     assert status(COMPLETIONS, {"prompt": "a", "model": "gpt-4"}) == (404, "the model 'gpt-4' is not served here. There is: 'parrot'")

@@ -195,3 +195,24 @@ def test_an_nnx_model_trains_as_its_own_loop_does():
     found = state.variables["norm"]
     np.testing.assert_allclose(found["mean"], module.norm.mean[...], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(found["var"], module.norm.var[...], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", ["cache", "seen/0", "inner/kept"])
+def test_an_array_that_a_loss_writes_into_the_model_is_refused(place):
+    class Keeps(Linear):
+        def __init__(self, rngs):
+            super().__init__(rngs)
+            self.cache, self.seen, self.inner = None, nnx.List([]), Linear(rngs)
+
+    def loss(model, batch):
+        match place:
+            case "cache":
+                model.cache = batch["x"]
+            case "seen/0":
+                model.seen.append(batch["x"])
+            case _:
+                model.inner.kept = batch["x"]
+        return errors(model, batch).mean()
+
+    with pytest.raises(InputError, match=f"^run.yaml:1: train.loss: the model's attribute {place} was set to an array, which is no "):
+        stepped(Keeps, loss)

@@ -191,6 +191,10 @@ class _Sandbox:
             return {} if request is None else self._answer({"program": self._programs[source], **request})
 
     def _answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            asked = json.dumps(request).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            return {"why": str(error)}
         if self._process is None:
             # A session of its own: Ctrl-C lets a run finish its step, which may need a template.
             command, pipe = [sys.executable, "-P", str(Path(__file__).with_name("sandbox.py"))], subprocess.PIPE
@@ -198,7 +202,7 @@ class _Sandbox:
         line, code = b"", None
         try:
             with contextlib.suppress(OSError):
-                cast("IO[bytes]", self._process.stdin).write(json.dumps(request, default=str).encode() + b"\n")
+                cast("IO[bytes]", self._process.stdin).write(asked)
                 cast("IO[bytes]", self._process.stdin).flush()
                 line = cast("IO[bytes]", self._process.stdout).readline()
         finally:
