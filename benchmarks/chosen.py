@@ -28,10 +28,10 @@ from jgt.mesh.mesh import use_virtual_cpu
 from jgt.planner.hardware.target import Target
 from train.plan.auto import fastest
 from train.plan.make import answer
-from train.search.layout import Candidate
-from train.search.plans import Plans, RunFile
-from train.search.search import LayoutSearch
-from train.search.space import Open, candidates
+from train.plan.search.layout import Candidate
+from train.plan.search.plans import Plans, RunFile
+from train.plan.search.search import LayoutSearch
+from train.plan.search.space import Open, candidates
 
 MOST_OVER = 0.05
 MODELS = {

@@ -37,11 +37,11 @@ from benchmarks.harness import ROOT, make_parser, report, table
 from benchmarks.search import RUNS, kendall, run_file
 from jgt.planner.hardware.target import Target
 from train.plan.make import answer
-from train.search.estimate import Estimate, Estimator, Step
-from train.search.layout import Candidate
-from train.search.plans import Answer, Plans, RunFile, plans_folder
-from train.search.search import LayoutSearch
-from train.search.space import Open
+from train.plan.search.estimate import Estimate, Estimator, Step
+from train.plan.search.layout import Candidate
+from train.plan.search.plans import Answer, Plans, RunFile, plans_folder
+from train.plan.search.search import LayoutSearch
+from train.plan.search.space import Open
 
 LAYOUTS = ROOT / "benchmarks" / "layouts"
 _NEAR = 2.0

@@ -34,7 +34,7 @@ from train.processes.config import WatchdogConfig
 from train.processes.join import Membership
 from train.processes.processes import barrier, exit_if_distributed, shared_store, start_jax, true_on_all_processes
 from train.processes.watch import Watch
-from train.sections import CheckpointConfig
+from train.settings.sections import CheckpointConfig
 from train.step.state import State
 
 _ARRAYS = 16

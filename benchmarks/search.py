@@ -32,7 +32,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import ROOT, FailedError, make_parser, report, run_process, table
-from train.search.space import LAYOUT
+from train.plan.search.space import LAYOUT
 
 RUNS = Path(__file__).with_name("runs.yaml")
 _LIMIT_S = 3600

@@ -29,7 +29,7 @@ from train.processes.config import WatchdogConfig
 from train.processes.watch import Watch
 from train.run.opened import open_run
 from train.run.start import Feed
-from train.sections import CheckpointConfig
+from train.settings.sections import CheckpointConfig
 from train.step.state import State
 
 _ARRAYS = 24

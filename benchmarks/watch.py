@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.harness import ROOT, FailedError, make_parser, report, run_process
 from jgt.document import InputError
+from train.journal.events import read_events
+from train.journal.status import Status
+from train.journal.timeline import Timeline
 from train.records.clock import Stretches
-from train.records.status import Status
-from train.records.timeline import Timeline
-from train.report.events import read_events
-from train.top.frame import draw_frame
-from train.top.present import Present, Watched
+from train.watch.top.frame import draw_frame
+from train.watch.top.present import Present, Watched
 
 _DAY = 86_400.0
 _QUIET_STEPS = 150

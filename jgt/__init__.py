@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jgt.api.jitted import verify_jit
     from jgt.api.shard import init, place, shard
     from jgt.api.verify import Verification, verify
+    from jgt.command.commands import find_command as find_command
     from jgt.command.console import Console as Console
     from jgt.command.console import amount as amount
     from jgt.command.parser import CommandParser as CommandParser
@@ -53,6 +54,7 @@ _NAMES = {
     "jgt.api.jitted": ("verify_jit",),
     "jgt.api.shard": ("init", "place", "shard"),
     "jgt.api.verify": ("Verification", "verify"),
+    "jgt.command.commands": ("find_command",),
     "jgt.command.console": ("Console", "amount"),
     "jgt.command.parser": ("CommandParser",),
     "jgt.command.trainer": ("load", "run", "trainer"),

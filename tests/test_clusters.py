@@ -15,7 +15,7 @@ from runs import rows, wait_for_step
 from slurm import Slurm, missing_commands, wait_for
 
 from jgt import document
-from train.command_line import Exit
+from train.files.ends import Exit
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "deploy" / "slurm.sbatch"

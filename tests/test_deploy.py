@@ -10,8 +10,8 @@ import pytest
 
 from jgt import document
 from train.__main__ import parser
-from train.command_line import Exit
 from train.config import Config, load
+from train.files.ends import Exit
 from train.processes.cluster import Cluster, cluster_problems, find_cluster, flag_problems
 
 ROOT = Path(__file__).parent.parent

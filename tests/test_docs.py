@@ -28,20 +28,20 @@ from jgt.rules import load
 from jgt.schedule import custom, schedules
 from jgt.schedule.__main__ import parser as schedule_parser
 from jgt.schedule.simulate import number_text, simulate
-from train import sections
 from train.__main__ import parser as train_parser
 from train.config import Config
 from train.data import config as data_config
 from train.data import documents as data_documents
 from train.data import files, packed, tokenizer
 from train.data.config import MixturePart
+from train.journal.accounts import CAUSES, account
+from train.journal.events import Event
 from train.models.experts.config import ExpertsConfig, GroupsConfig
 from train.plan.__main__ import parser as plan_parser
 from train.processes.processes import MAX_VIRTUAL_CPU
-from train.report.accounts import CAUSES, account
-from train.report.events import Event
-from train.sections import ExportConfig, Fault, HookConfig, SpikesConfig, StopEarlyConfig
-from train.sync.config import OuterConfig, SyncConfig
+from train.settings import sections
+from train.settings.sections import ExportConfig, Fault, HookConfig, SpikesConfig, StopEarlyConfig
+from train.step.sync.config import OuterConfig, SyncConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -11,9 +11,9 @@ import pytest
 
 from jgt.command.commands import find_commands
 from train.__main__ import parser as train_parser
-from train.code.files import Code, read_code
 from train.config import Config, load
 from train.models.config import OwnModel
+from train.settings.code.files import Code, read_code
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -174,9 +174,7 @@ def test_a_region_without_a_name_is_refused():
 
 @pytest.mark.parametrize("section", [{"hooks": {"h": {"call": print, "every": 1}}}, {"train": {"loss": print}}])
 def test_a_function_is_no_value_of_a_config(section):
-    with pytest.raises(
-        jgt.document.InputError, match=r": must be text, not code, an argument of jgt.run \(such as loss=\): <built"
-    ):
+    with pytest.raises(jgt.document.InputError, match=r": must be text, not code, an argument of jgt.run \(such as loss=\): <built"):
         jgt.run(section)
 
 

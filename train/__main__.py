@@ -19,33 +19,25 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from jgt import document
+from jgt import document, find_command
 from jgt.document import InputError
 
 from .checkpoint.signature import read_key
-from .code.names import exits_are_failures
-from .command_line import (
-    EndError,
-    Exit,
-    RunParser,
-    join_seconds,
-    read_token,
-    say,
-    say_lines,
-    settle_streams,
-    whole_number,
-)
 from .config import Run, load
+from .files.ends import EndError, Exit
+from .files.streams import say, say_lines, settle_streams
 from .processes.cluster import Cluster, cluster_problems, find_cluster, flag_problems
 from .records.step_range import read_step_range
 from .run.identity import Resume, check_places, read_resume
+from .settings.code.names import exits_are_failures
+from .settings.command_line import RunParser, join_seconds, read_token, whole_number
 
 _SUSPENDED_SECONDS = 600
 """How long all processes of a run may be suspended together."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: a `train.command_line.Exit`, or the value of --stopped-code. Some failures end the process instead of returning."""
+    """The exit code: a `train.files.ends.Exit`, or the value of --stopped-code. Some failures end the process instead of returning."""
     arguments = parser().parse_args(argv)
     with _signals_answered(arguments.stopped_code):
         # Expected failures are one line; only an error that may be a bug shows its traceback.
@@ -84,13 +76,13 @@ def _main(arguments: argparse.Namespace) -> int:
     read_key(run.config.checkpoint.key, f"{run.where('checkpoint.key')}: checkpoint.key")
     if run.config.train.auto:
         # Without a layout to choose, a start needs no search and nothing that a search imports.
-        from .plan.auto import with_best_layout
-
+        plan = find_command("plan")
+        assert plan is not None
         # A cluster that decides its size later has several processes.
-        run = with_best_layout(run, arguments, 1 if cluster is None else cluster.num_processes or 2, say)
+        run = plan.load().auto(run, arguments, 1 if cluster is None else cluster.num_processes or 2, say)
     profiled = read_step_range(arguments.profile, run.steps if run.config.train.epochs is None else None)
     with garbage_collection_paused():
-        from .compiled import programs_on_trial
+        from .processes.compiled import programs_on_trial
         from .records.clock import process_started
         from .run.opened import dry_run
         from .run.replay import replay

@@ -5,7 +5,7 @@
 
 A room is a folder, or a file beside the folders. It is drawn one floor above the highest room that it imports, so every arrow points down;
 a circle of imports is an error. Modules that are loaded by a string count as imports. Some rooms are imported almost everywhere, and arrows
-to them would hide the rest: these are left out.
+to them would hide the rest: these are left out. No room imports a wing of train, and the rooms that are no wings are its trunk.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 PICTURE = Path(__file__).with_suffix(".svg")
-EVERYWHERE = ("document", "console", "signal", "sections", "command_line")
+EVERYWHERE = ("document", "console", "signal", "settings")
+WINGS = ("watch", "plan")
+"""The rooms of train that no room of the trunk imports: the table of commands reaches them."""
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 132, 46, 22, 44, 24
 
 STYLE = """
   svg { font: 13px system-ui, sans-serif; }
   .room rect { fill: #eef2f7; stroke: #8aa0b8; }
   .room text { fill: #1b2733; text-anchor: middle; }
+  .wing rect { stroke-dasharray: 4 3; }
   .room .lines { fill: #5c6f82; font-size: 11px; }
   .arrow { stroke: #9db0c3; stroke-width: 1.2; fill: none; }
   marker path { fill: #9db0c3; }
@@ -148,7 +151,8 @@ def draw(package: str, top: int, width: int, floors: list[list[str]], rooms: dic
             )
             yield f'<path class="arrow" marker-end="url(#head)" d="{path}"/>'
     for name, (x, y) in places.items():
-        yield f'<g class="room"><rect x="{x:.0f}" y="{y:.0f}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>'
+        kind = "room wing" if package == "train" and name in WINGS else "room"
+        yield f'<g class="{kind}"><rect x="{x:.0f}" y="{y:.0f}" width="{WIDTH}" height="{HEIGHT}" rx="6"/>'
         yield f'<text x="{x + WIDTH / 2:.0f}" y="{y + 20:.0f}">{name}</text>'
         yield f'<text class="lines" x="{x + WIDTH / 2:.0f}" y="{y + 36:.0f}">{max(100, round(rooms[name].lines, -2)):,} lines</text></g>'
 
@@ -172,7 +176,7 @@ def picture() -> str:
         '<marker id="head" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
         '<path d="M0 0 8 4 0 8z"/></marker>'
     )
-    title = "<title>The rooms of jgt and train. An arrow points from a room to one that it imports.</title>"
+    title = "<title>The rooms of jgt and train, the wings of train dashed. An arrow points from a room to one that it imports.</title>"
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top}">'
     return "\n".join([opening, title, f"<style>{STYLE}</style>", f"<defs>{head}</defs>", *body, "</svg>", ""])
 

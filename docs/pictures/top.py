@@ -16,9 +16,9 @@ from rich.console import Console
 from terminal import FORMAT
 
 import jgt
-from train.report.status import ask
-from train.top.frame import Line, draw_frame
-from train.top.present import Watched
+from train.journal.status import ask
+from train.watch.top.frame import Line, draw_frame
+from train.watch.top.present import Watched
 
 PICTURE = Path(__file__).with_suffix(".svg")
 WIDTH, HEIGHT = 120, 34

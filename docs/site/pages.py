@@ -211,7 +211,7 @@ def commands_page() -> str:
 def api_page() -> str:
     """Every public name of jgt, what `jgt.run` and `jgt.load` return, and the functions of `jgt.signal`, from their docstrings."""
     functions = [f"jgt.signal.{name}" for name in jgt.signal.__all__]
-    names = [*(f"jgt.{name}" for name in jgt.__all__ if name != "signal"), "train.run.api.RunResult", "train.loaded.Loaded"]
+    names = [*(f"jgt.{name}" for name in jgt.__all__ if name != "signal"), "train.run.api.RunResult", "train.generate.loaded.Loaded"]
     return "\n".join(
         [
             "# Python API\n",

@@ -82,7 +82,7 @@ def test_a_train_of_the_user_that_is_imported_first(tmp_path):
     done = python(
         tmp_path,
         "-c",
-        "import train; assert train.name == 'jgt._train.config'; from jgt.command.trainer import trainer; trainer('sections')",
+        "import train; assert train.name == 'jgt._train.config'; from jgt.command.trainer import trainer; trainer('settings.sections')",
     )
     assert done.returncode == 0, done.stderr
     done = python(tmp_path, "train.py")

@@ -15,7 +15,7 @@ from train.checkpoint import manifest
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.saved import find_checkpoint
 from train.checkpoint.steps import Steps
-from train.sections import CheckpointConfig
+from train.settings.sections import CheckpointConfig
 from train.step.state import State
 
 TEN_THOUSAND_FILES = [{"path": f"{i}", "size": 1, "crc32": 1} for i in range(10_000)]

@@ -9,13 +9,13 @@ from hostile import refused, table, watched
 
 import train.launch.__main__ as launch
 from jgt import document
-from train.code.files import Code
 from train.config import load
 from train.config.schema import schemas
-from train.report.status import ask
+from train.journal.status import ask
 from train.run.folder import place_problems
 from train.run.identity import Resume, check_places
 from train.run.load import open_run_folder
+from train.settings.code.files import Code
 
 ALERTS = "alerts={command: [touch, /tmp/ran], disk: 1.0}"
 

@@ -29,9 +29,9 @@ from pathlib import Path
 
 from jgt.document import InputError
 
-from ..store.bucket import ABSENT, Bucket, ChangedError
+from ..files.bucket import ABSENT, Bucket, ChangedError
+from ..files.disk import open_file, patiently
 from . import manifest
-from .disk import open_file, patiently
 from .manifest import BrokenError, Manifest, ObjectsEntry
 
 _MANIFEST = re.compile(r"manifests/([0-9]{10})\.json")

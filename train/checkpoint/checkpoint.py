@@ -23,11 +23,12 @@ from typing import Any
 
 import jax
 
-from ..command_line import EndError, say
+from ..files.disk import DiskError, describe
+from ..files.ends import EndError
+from ..files.streams import say
 from ..processes.processes import number_of_first_process, true_on_all_processes
-from ..sections import CheckpointConfig
+from ..settings.sections import CheckpointConfig
 from ..step.state import State
-from .disk import DiskError, describe
 from .files import FilesWriter
 from .manifest import Base, Kept, Manifest
 from .restore import first_line

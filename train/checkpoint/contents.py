@@ -2,7 +2,7 @@
 
 A step is whole if it has exactly the files that its manifest lists, each with the listed size and checksum. Anything that is not a regular
 file is refused before it is read, because a pipe or a device would block the reader. An error of the disk is no verdict; it stays an
-OSError (see `train.checkpoint.disk`).
+OSError (see `train.files.disk`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jgt.document import shown
 
-from .disk import kind, patiently
+from ..files.disk import kind, patiently
 from .manifest import MAX_PATH, NAME, ODD_KINDS, BrokenError, FileEntry, Manifest
 
 _BLOCK = 1 << 22

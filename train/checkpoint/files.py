@@ -18,9 +18,9 @@ import orbax.checkpoint as ocp
 
 from jgt import amount
 
+from ..files.disk import write_whole
 from ..step.state import State
 from .contents import file_entries
-from .disk import write_whole
 from .manifest import Manifest
 from .restore import ARRAYS
 from .saved import DATA

@@ -6,7 +6,7 @@ complete, and read first, before any of them is used. `train.checkpoint.contents
 A checkpoint may come from a stranger, so a manifest is read as hostile input: at most 64 MiB, JSON and never pickles, every number in
 range, every path below the step's folder, no links, and no pipes or devices, which would block the reader. Whatever is wrong becomes one
 BrokenError with one printable line. The invariant: a Manifest that `read` returns has the types that its fields declare. An error of the
-disk is no verdict; it stays an OSError (see `train.checkpoint.disk`).
+disk is no verdict; it stays an OSError (see `train.files.disk`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 from jgt.document import shown
 
-from ..sections import MAX_BATCH
-from .disk import kind, patiently, sync
+from ..files.disk import kind, patiently, sync
+from ..settings.sections import MAX_BATCH
 from .signature import FIELD, Key
 
 NAME = "manifest.json"

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import tensorstore
 
+from ..files.disk import DiskError, describe, patiently
 from .bucket_steps import SavedStep
-from .disk import DiskError, describe, patiently
 from .manifest import ArrayEntry
 from .objects import Objects, span_of
 from .restore import ARRAYS, disk_errors, first_line

@@ -29,11 +29,11 @@ import orbax.checkpoint as ocp
 from jgt import path_text
 from jgt.document import shown
 
+from ..files.disk import is_damage, patiently
 from ..processes.processes import true_on_all_processes
 from ..step.state import State
 from ..step.trained import divided, merged
 from .bucket_steps import SavedStep
-from .disk import is_damage, patiently
 from .objects import Objects, span_of
 from .saved import UnusableError, agree_on_disk, array_entries, check_arrays
 

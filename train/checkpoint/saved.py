@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from jgt import path_text
 from jgt.document import InputError
 
+from ..files.disk import DiskError, describe
 from ..processes.processes import number_of_first_process, true_on_all_processes
 from .bucket_steps import BucketSteps, SavedStep
-from .disk import DiskError, describe
 from .manifest import ArrayEntry, BrokenError, UnsignedError
 from .signature import Key
 from .steps import Steps, find_steps

@@ -22,11 +22,11 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from ..sections import CHECKPOINTS as FOLDER
+from ..files.disk import describe, is_damage, kind, patiently, sync, sync_above, sync_tree
+from ..settings.sections import CHECKPOINTS as FOLDER
 from . import manifest
 from .bucket_steps import BucketSteps, SavedStep
 from .contents import file_entries, file_problems
-from .disk import describe, is_damage, kind, patiently, sync, sync_above, sync_tree
 from .manifest import BrokenError, Manifest
 from .signature import Key
 

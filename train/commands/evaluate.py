@@ -17,20 +17,21 @@ from typing import Any
 from jgt import CommandParser, Console
 from jgt.document import InputError
 
-from ..command_line import add_model, say, whole_number
-from ..compiled import programs_on_trial
-from ..drawing import EvalConfig
 from ..evaluate.likelihood import Scorer
 from ..evaluate.reference import with_reference
 from ..evaluate.text import evaluate_texts
-from ..hooks import held_out_means
-from ..loaded import Loaded
+from ..files.streams import say
+from ..generate.loaded import Loaded
+from ..processes.compiled import programs_on_trial
+from ..run.hooks import held_out_means
 from ..run.identity import Resume, check_data
 from ..run.load import load_model
 from ..run.opened import opened_data
 from ..run.replay import digest_of_arrays
 from ..run.start import Feed
-from ..sections import is_installed
+from ..settings.command_line import add_model, whole_number
+from ..settings.drawing import EvalConfig
+from ..settings.sections import is_installed
 
 _NATS = "nats per token"
 """The unit of the trainer's own loss, which alone has a perplexity."""

@@ -13,11 +13,11 @@ from typing import Any
 from jgt import CommandParser
 from jgt.document import InputError, nearest, shown
 
-from ..command_line import add_model, whole_number
 from ..generate.chat import Chat
 from ..generate.generate import Completion, Generator
 from ..generate.text import terminal_text
 from ..run.load import load_writer
+from ..settings.command_line import add_model, whole_number
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,18 +14,20 @@ import jax
 from jgt import CommandParser
 from jgt.document import InputError
 
-from ..adapt.config import LoraConfig
 from ..checkpoint.saved import find_checkpoint
 from ..checkpoint.signature import Key, read_key
 from ..checkpoint.steps import find_steps, steps_near
-from ..code.files import read_code
-from ..command_line import EndError, say, say_lines, whole_number
 from ..export.adapter import write_adapter
 from ..export.form import run_form
 from ..export.model import SavedModel
 from ..export.write import EXPORTED, write_export
+from ..files.bucket import Bucket, is_url, place_of
+from ..files.ends import EndError
+from ..files.streams import say, say_lines
 from ..run.load import open_run_folder
-from ..store.bucket import Bucket, is_url, place_of
+from ..settings.code.files import read_code
+from ..settings.command_line import whole_number
+from ..weights.adapt.config import LoraConfig
 from ..weights.adapters import CONFIG as ADAPTER
 from ..weights.origin import DESCRIPTION
 

@@ -9,14 +9,13 @@ from jgt import PipelineConfig, Rules
 from jgt.document import Node, path_problem
 from jgt.planner import Budget
 
-from ..adapt.config import LoraConfig
-from ..code.files import Code
-from ..code.names import is_name
 from ..data.config import DataConfig, OwnData
-from ..drawing import EvalConfig, GenerateConfig, SampleConfig
 from ..models.config import ModelConfig, OwnModel
 from ..processes.config import WatchdogConfig
-from ..sections import (
+from ..settings.code.files import Code
+from ..settings.code.names import is_name
+from ..settings.drawing import EvalConfig, GenerateConfig, SampleConfig
+from ..settings.sections import (
     OTHER_WORDS,
     AlertsConfig,
     CheckpointConfig,
@@ -29,7 +28,8 @@ from ..sections import (
     XlaConfig,
 )
 from ..step.config import OptimizerConfig, OwnOptimizer
-from ..sync.config import SyncConfig
+from ..step.sync.config import SyncConfig
+from ..weights.adapt.config import LoraConfig
 
 OWN = ("model.kind", "train.loss", "optimizer.name", "data.source", "data.transform")
 """The keys that may name code of the user's own."""

@@ -20,13 +20,13 @@ from jgt import MeshSizes, PipelineConfig, Rules, document, make_rules
 from jgt.document import InputError, Node, bind
 from jgt.planner import Budget
 
-from ..adapt.config import LoraConfig
-from ..code.files import Code, read_code
-from ..code.names import object_name
 from ..data.config import OwnData
 from ..data.paths import path_problems
-from ..sections import AlertsConfig, HookConfig, logger_problem, missing_loggers
-from ..sync.config import SyncConfig
+from ..settings.code.files import Code, read_code
+from ..settings.code.names import object_name
+from ..settings.sections import AlertsConfig, HookConfig, logger_problem, missing_loggers
+from ..step.sync.config import SyncConfig
+from ..weights.adapt.config import LoraConfig
 from ..weights.adapters import with_adapter
 from ..weights.described import with_published
 from .config import Config, Run

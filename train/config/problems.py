@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from jgt import document
 from jgt.document import InputError
 
-from ..code.names import is_name, name_problem
 from ..data.config import OwnData
 from ..models.config import ModelConfig
-from ..sections import PAIRED, TrainConfig
+from ..settings.code.names import is_name, name_problem
+from ..settings.sections import PAIRED, TrainConfig
 from .config import OWN, Run
 from .sync import sync_problems
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from jgt import Rules
 from jgt.document import nearest
 
-from ..command_line import may_have_fewer
 from ..models.config import OwnModel
+from ..settings.command_line import may_have_fewer
 from .config import Run
 
 

@@ -19,9 +19,9 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 from jgt.document import Bound, LocalPath, Node, shown
 
-from ..code.names import OR_OWN, SHIPPED_DATA, is_name
-from ..store.bucket import PathOrUrl
-from ..store.cache import ObjectCache
+from ..files.bucket import PathOrUrl
+from ..files.cache import ObjectCache
+from ..settings.code.names import OR_OWN, SHIPPED_DATA, is_name
 from .chat.keys import CHATS, ChatKeys
 
 Problem = tuple[str, str]

@@ -1,7 +1,7 @@
 """The files that a path of the config names: a file, a folder, or a glob. Looks at names and sizes, and opens no file.
 
 A path may be the URL of a file, a folder or a glob in a bucket. This is the only place that knows: what it names is copied into a local
-cache (`train.store.cache`), and the files are the copies.
+cache (`train.files.cache`), and the files are the copies.
 
 `path: /` or a glob above a file server would let `Path.glob` look at names for hours, and it reports only matches. So a `Finder` counts
 every name that it looks at, and gives up after MAX_NAMES of them, over all paths of a config together.
@@ -26,8 +26,8 @@ from pathlib import Path, PurePath
 
 from jgt.document import InputError, path_problem
 
-from ..store.bucket import Bucket, is_url
-from ..store.cache import ObjectCache
+from ..files.bucket import Bucket, is_url
+from ..files.cache import ObjectCache
 
 MAX_NAMES = 300_000
 """Names of files and folders that a search looks at, for all paths of a config together."""

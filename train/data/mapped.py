@@ -19,7 +19,7 @@ import time
 import zlib
 from pathlib import Path
 
-from ..command_line import EndError
+from ..files.ends import EndError
 
 _BLOCK_BYTES = 4096
 _MOST_BLOCKS = 16

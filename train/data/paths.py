@@ -14,8 +14,8 @@ from typing import Any, cast
 
 from jgt.document import InputError, path_problem
 
-from ..sections import is_installed
-from ..store.bucket import is_url
+from ..files.bucket import is_url
+from ..settings.sections import is_installed
 from .chat.keys import CHATS
 from .config import BYTES, SUFFIXES, DataConfig, MixturePart, OwnData, Problem
 from .files import Finder, standard_library

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jgt.document import InputError, shown
 
-from ..store.cache import ObjectCache
+from ..files.cache import ObjectCache
 from .chat.answers import IDS
 from .chat.keys import CHATS, has_pairs
 from .chat.rows import ChatRows, Pairs

@@ -23,7 +23,7 @@ import numpy as np
 
 from jgt.document import InputError, read_bytes, shown
 
-from ..store.cache import local_file
+from ..files.cache import local_file
 from .config import BYTES
 from .special import END_OF_TEXT_NAMES, SpecialTokens, declared_tokens, special_tokens
 from .tokenizer_limits import limit_problem

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.disk import write_whole
 from ..checkpoint.manifest import sealed
-from ..command_line import say
-from ..records.sink import AppendedFile
-from ..report.rows import read_lines
+from ..files.disk import write_whole
+from ..files.streams import say
+from ..journal.rows import read_lines
+from ..journal.sink import AppendedFile
 
 _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "loglikelihood": lambda answer: isinstance(answer, list) and [*map(type, answer)] == [float, bool],

@@ -29,10 +29,10 @@ from lm_eval.utils import handle_non_serializable, make_table
 
 from jgt.document import InputError, nearest
 
-from ..command_line import say
-from ..drawing import EvalConfig
+from ..files.streams import say
 from ..generate.generate import Generator
-from ..loaded import Loaded
+from ..generate.loaded import Loaded
+from ..settings.drawing import EvalConfig
 from ..setup import Setup
 from ..step.state import State
 from .answers import Answers

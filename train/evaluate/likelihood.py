@@ -26,9 +26,9 @@ import numpy as np
 import jgt
 from jgt.document import InputError
 
-from ..command_line import say
 from ..data.tokenizer import Tokenizer
-from ..loaded import Loaded
+from ..files.streams import say
+from ..generate.loaded import Loaded
 from ..models.decoder import scores
 from ..setup import Setup
 from ..step.loss import by_chunks, cross_entropy, num_chunks

@@ -24,15 +24,15 @@ import numpy as np
 from jgt.document import InputError
 
 from ..checkpoint.bucket_steps import seal, unseal
-from ..checkpoint.disk import open_file, write_whole
 from ..checkpoint.manifest import BrokenError, UnsignedError
 from ..checkpoint.signature import read_key
 from ..checkpoint.steps import open_steps
-from ..command_line import say
 from ..config import Run
 from ..data.batches import Data
+from ..files.disk import open_file, write_whole
+from ..files.streams import say
 from ..processes.processes import this_process, true_on_all_processes
-from ..sections import DPO
+from ..settings.sections import DPO
 from ..setup import Setup
 from ..step.preference import REFERENCE
 from ..step.state import State

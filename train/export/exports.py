@@ -25,12 +25,13 @@ from typing import Any
 import jax
 
 from ..checkpoint.bucket_steps import SavedStep
-from ..checkpoint.disk import describe
 from ..checkpoint.restore import first_line
 from ..checkpoint.signature import read_key
 from ..checkpoint.steps import open_steps, remove
-from ..command_line import EndError, say
 from ..config import Run
+from ..files.disk import describe
+from ..files.ends import EndError
+from ..files.streams import say
 from ..processes.processes import agree_on_input
 from .form import run_form
 from .model import SavedModel

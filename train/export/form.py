@@ -14,10 +14,10 @@ from typing import Any, cast
 
 from jgt.document import InputError, shown
 
-from ..code.names import load_object
 from ..config import Run
+from ..files.cache import local_folder
 from ..models.config import ModelConfig
-from ..store.cache import local_folder
+from ..settings.code.names import load_object
 from ..weights.described import Described, published
 from ..weights.describing import config_values, described_as_family, differences
 from ..weights.families import Family

@@ -16,11 +16,11 @@ import numpy as np
 from jgt import Packing
 from jgt.document import InputError
 
-from ..adapt.adapters import factors_of
-from ..adapt.config import LoraConfig
 from ..checkpoint.manifest import FROZEN, ArrayEntry
 from ..checkpoint.pieces import PIECE_BYTES, Span, pieces
 from ..checkpoint.saved import SavedStep
+from ..weights.adapt.adapters import factors_of
+from ..weights.adapt.config import LoraConfig
 from ..weights.base import frozen_paths, open_base
 from ..weights.load import Files
 from ..weights.names import Shape

@@ -14,9 +14,9 @@ from typing import Any
 from ..checkpoint import manifest
 from ..checkpoint.bucket_steps import SavedStep
 from ..checkpoint.contents import file_entries
-from ..checkpoint.disk import write_whole
 from ..checkpoint.manifest import BrokenError, sealed
-from ..report.rows import read_object_file
+from ..files.disk import write_whole
+from ..journal.rows import read_object_file
 
 STAMP = "export.json"
 """The file in the folder of an export."""

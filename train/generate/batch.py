@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..drawing import Drawing
+from ..settings.drawing import Drawing
 from .caching import power_of_two
 from .draw import DrawSettings
 from .programs import TextPrograms

@@ -22,7 +22,7 @@ from jgt.document import InputError, Node, bind
 from ..data.batches import Data
 from ..data.config import DataConfig
 from ..data.tokenizer import TOKENIZER_REMEDY, Tokenizer, encoded_prompt
-from ..drawing import Drawing, GenerateConfig
+from ..settings.drawing import Drawing, GenerateConfig
 from ..setup import Setup
 from ..step.state import State
 from ..step.trained import merged

@@ -16,8 +16,10 @@ from jgt.document import InputError
 
 from ..__main__ import check_resume, load_run
 from ..__main__ import parser as train_parser
-from ..command_line import EndError, Exit, say_lines, seconds, settle_streams, whole_number
 from ..config import Run
+from ..files.ends import EndError, Exit
+from ..files.streams import say_lines, settle_streams
+from ..settings.command_line import seconds, whole_number
 from .group import environments, report
 from .supervisor import Launcher, Policy, supervise
 

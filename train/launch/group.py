@@ -28,8 +28,10 @@ from typing import IO
 
 from jgt.document import InputError
 
-from ..checkpoint.disk import describe
-from ..command_line import FEWER, LAUNCHED, TOKEN, Exit, say
+from ..files.disk import describe
+from ..files.ends import Exit
+from ..files.streams import say
+from ..settings.command_line import FEWER, LAUNCHED, TOKEN
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _WELL = (Exit.DONE, Exit.LOST)

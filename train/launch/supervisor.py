@@ -24,14 +24,14 @@ from typing import Any
 
 from jgt.document import InputError
 
-from ..checkpoint.disk import describe, open_file
 from ..checkpoint.steps import open_steps
-from ..command_line import Exit, say_lines
 from ..config import Run
-from ..records.sink import AppendedFile
-from ..records.status import Status
-from ..records.timeline import OTHER, Timeline
-from ..report.status import LAUNCHER, events_file
+from ..files.disk import describe, open_file
+from ..files.ends import Exit
+from ..files.streams import say_lines
+from ..journal.sink import AppendedFile
+from ..journal.status import LAUNCHER, Status, events_file
+from ..journal.timeline import OTHER, Timeline
 from ..run.folder import LOGS, earlier_files, lock_folder
 from .group import End, Group, environments, log_of, report
 

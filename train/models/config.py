@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from jgt.document import Bound, Node
 
-from ..code.names import OR_OWN, is_name
-from ..sections import OTHER_WORDS
-from ..store.bucket import PathOrUrl
+from ..files.bucket import PathOrUrl
+from ..settings.code.names import OR_OWN, is_name
+from ..settings.sections import OTHER_WORDS
 from .experts.config import ExpertsConfig
 from .options import Options
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from jgt import Plan
     from jgt.planner import Budget, Target
 
-    from ..search.plans import Answer, RunFile
+    from ..config import Run
+    from .search.plans import Answer, RunFile
     from .sync import Exchange, SyncPolicy
 
 
@@ -31,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if arguments.search:
         # It imports numpy.
-        from .search import search
+        from .searching import search
 
         return search(arguments, _answer)
     try:
@@ -62,6 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if len(plans) == 2:
         return _compare(arguments, plans)
     return _report(arguments, plans[0], exchange, request.runs[0].budget, locked)
+
+
+def auto(run: Run, arguments: argparse.Namespace, num_processes: int, say: Callable[[str], None]) -> Run:
+    """`train.auto`: the run with the best layout for this machine's devices, as in `auto.py`. Raises InputError."""
+    from .auto import with_best_layout
+
+    return with_best_layout(run, arguments, num_processes, say)
 
 
 def _answer(file: RunFile, target: Target) -> Answer:

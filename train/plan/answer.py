@@ -13,8 +13,8 @@ from typing import Any
 from jgt import Console
 from jgt.document import Node, dump, override, read
 
-from ..search.plans import RunFile
-from ..search.search import LayoutSearch, Try
+from .search.plans import RunFile
+from .search.search import LayoutSearch, Try
 
 _HEADROOM = 1.05
 """The factor by which the budget of a written file exceeds its own plan."""

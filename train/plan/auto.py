@@ -18,13 +18,13 @@ from typing import Any
 from jgt.document import InputError, read_bytes
 from jgt.planner import Target
 
-from ..checkpoint.disk import write_whole
 from ..config import Config, Run
+from ..files.disk import write_whole
 from ..run.folder import CHOICE
-from ..search.plans import Plans, RunFile, in_process, plans_folder
-from ..search.search import LayoutSearch, Try
-from ..search.space import Open, candidates
 from .make import answer
+from .search.plans import Plans, RunFile, in_process, plans_folder
+from .search.search import LayoutSearch, Try
+from .search.space import Open, candidates
 from .trial import devices_at_hand, step_seconds
 
 SECONDS, TOP = 120, 5

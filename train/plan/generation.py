@@ -20,8 +20,8 @@ import jgt
 from jgt import Console, Plan, amount
 from jgt.planner import Target, Workload, described_device
 
-from ..command_line import say
 from ..config import Run
+from ..files.streams import say
 from ..generate.batch import draw_settings_of
 from ..generate.generate import programs_of
 from ..generate.rules import rules_of

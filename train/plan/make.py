@@ -15,15 +15,15 @@ from jgt import Plan, use_virtual_cpu
 from jgt.document import InputError
 from jgt.planner import Target, Workload, described_device
 
-from ..command_line import say
 from ..config import Run
+from ..files.streams import say
 from ..models.config import OwnModel
 from ..records.summary import tokens_per_sample
-from ..search.plans import Answer, RunFile
 from ..setup import AUTO, Remat, Setup, prepare
 from ..setup.fit import with_remat
 from ..setup.xla import planned_flags
 from .advice import Adviser, Setting
+from .search.plans import Answer, RunFile
 from .sync import Exchange, formula_bytes
 
 _SETTINGS = ("train.accumulate", "model.layers", "model.dtype", "model.attention", "optimizer.gradients", "optimizer.offload")

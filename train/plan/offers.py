@@ -23,7 +23,7 @@ from jgt import Console
 from jgt.document import InputError
 from jgt.planner import Target
 
-from ..search.search import Try
+from .search.search import Try
 
 _HOURS, _SECONDS = 24, 86_400
 """The hours and the seconds of a day."""

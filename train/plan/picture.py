@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from ..search.search import LayoutSearch
+from .search.search import LayoutSearch
 
 
 def draw_search(search: LayoutSearch, path: Path) -> None:

@@ -17,10 +17,10 @@ from typing import Literal
 from jgt.document import InputError, path_problem, read
 from jgt.planner import Target
 
-from ..command_line import RunParser, seconds, whole_number
 from ..config import Config, Run, load
 from ..run.folder import CONFIG
-from ..search.plans import RunFile
+from ..settings.command_line import RunParser, seconds, whole_number
+from .search.plans import RunFile
 
 _BETWEEN = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")
 """Between two overrides. A value may contain blanks, but not a name and an equals sign after one."""

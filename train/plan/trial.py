@@ -19,9 +19,9 @@ from jgt import use_virtual_cpu
 from jgt.document import InputError
 
 from ..config import Run
-from ..search.plans import RunFile
 from ..setup import prepare
 from ..setup.xla import configure_xla
+from .search.plans import RunFile
 
 _ROUNDS, _STEPS = 3, 5
 """A machine with other work is slow for seconds or minutes. So rounds of steps are far apart, and the fastest round counts."""

@@ -33,7 +33,8 @@ from typing import Any
 from jgt import __version__
 from jgt.document import InputError, shown
 
-from ..command_line import EndError, Exit, say
+from ..files.ends import EndError, Exit
+from ..files.streams import say
 
 _GREETING = "jgt-join-2"
 _MAX_LINE, _MAX_NAMED, _BACKLOG = 4_096, 16, 512

@@ -33,7 +33,8 @@ from jax.experimental import multihost_utils
 from jgt import use_virtual_cpu
 from jgt.document import InputError, shown
 
-from ..command_line import Exit, say, settle_streams
+from ..files.ends import Exit
+from ..files.streams import say, settle_streams
 from .cluster import Cluster
 from .join import Membership, Place, join
 

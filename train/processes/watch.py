@@ -9,7 +9,7 @@ A first SIGTERM, SIGINT, SIGHUP or SIGXCPU asks all processes to stop after a co
 `may_begin`. SIGUSR1 and `request` ask them to save, or to profile a step, and to continue (`asked_for`). What the watch cannot mend, it
 ends, in this order: it informs the other processes (while it can), prints the reason, writes the stacks of all threads to stderr and to the
 run directory, notes the reason in the run's events, and leaves with `os._exit` and a code that says what happened
-(`train.command_line.Exit`). A regular exit would wait for the thread that hangs. A process that is not the run's own, such as the kernel of
+(`train.files.ends.Exit`). A regular exit would wait for the thread that hangs. A process that is not the run's own, such as the kernel of
 a notebook, is not ended by a Ctrl-C: there it raises KeyboardInterrupt in the training thread as soon as that runs Python code.
 
 Two invariants. Only one thread ends the process: the first one in `_end` wins and the others wait there. And suspended time does not
@@ -35,8 +35,9 @@ import jax
 
 from jgt.document import InputError
 
-from ..command_line import Exit, say
-from ..compiled import finish_trial
+from ..files.ends import Exit
+from ..files.streams import say
+from .compiled import finish_trial
 from .config import WatchdogConfig
 from .peers import Peers, Requests
 from .processes import Store, dump_stacks, number_of_processes, this_process

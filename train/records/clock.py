@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from .timeline import OTHER, Timeline
+from ..journal.timeline import OTHER, Timeline
 
 WARMUP_STEPS = 2
 """Steps at a start that are not measured: they fill caches and allocate memory."""

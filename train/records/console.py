@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 
 from jgt import Console, PipelineConfig, Storage, amount
 
+from ..journal.sink import Stdout
 from ..setup import AUTO, Setup
 from ..setup.program import ModelProgram
-from .sink import Stdout
 from .summary import step_line
 
 _WIDTH_OF_FILES = 80

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..report.rows import forget_rows_after, read_metrics
+from ..journal.rows import forget_rows_after, read_metrics
+from ..journal.sink import AppendedFile, Sink
 from .media import Medium
-from .sink import AppendedFile, Sink
 
 
 class Logger:

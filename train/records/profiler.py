@@ -22,8 +22,8 @@ import numpy as np
 
 from jgt.planner import Profile
 
-from ..checkpoint.disk import write_whole
-from ..command_line import say
+from ..files.disk import write_whole
+from ..files.streams import say
 from ..setup import Setup
 from .console import Screen
 from .step_range import PROFILE, StepRange

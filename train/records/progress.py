@@ -23,13 +23,14 @@ import jax
 from jgt.document import InputError
 from jgt.planner import Target
 
-from ..command_line import EndError, say
-from ..compiled import finish_trial
+from ..files.ends import EndError
+from ..files.streams import say
 from ..models.experts.balance import EXPERT_LOAD
-from ..sections import TrainConfig
+from ..processes.compiled import finish_trial
+from ..settings.sections import TrainConfig
 from ..setup import Setup
 from ..step.optimizer import learning_rate
-from ..sync.phases import fetch_metrics
+from ..step.sync.phases import fetch_metrics
 from .clock import WARMUP_STEPS, Finished, InFlight, StepClock, Stretches, steps_ahead
 from .console import Screen
 from .records import Records

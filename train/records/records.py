@@ -19,23 +19,23 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from ..command_line import say
-from ..report.rows import LOADS
-from ..report.status import events_file, left_open
-from ..sections import missing_loggers
+from ..files.streams import say
+from ..journal.rows import LOADS
+from ..journal.sink import AppendedFile, Sink
+from ..journal.status import events_file, left_open
+from ..journal.timeline import OTHER, Timeline
+from ..settings.sections import missing_loggers
 from .loggers import CsvFile, JsonLines, Logger
 from .media import Histogram, Image, Medium
 from .services import MlflowClient, Service, WandbClient
-from .sink import AppendedFile, Sink
 from .tensorboard import Board
-from .timeline import OTHER, Timeline
 
 
 def open_loggers(names: Sequence[str] | None, folder: Path, name: str, config: Callable[[], Mapping[str, Any]]) -> list[Logger]:
     """The loggers of these names. None: TensorBoard's if it is installed. name, config: the run's, for services.
 
     metrics.jsonl is not among them: it is always written, because resuming, replaying and reports read it. A logger that the `log:` section
-    names and that is not installed is an error before the run starts (`train.sections.missing_loggers`).
+    names and that is not installed is an error before the run starts (`train.settings.sections.missing_loggers`).
     """
     make: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: Board(folder / "tensorboard"),

@@ -23,11 +23,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..command_line import say
-from ..report.rows import flattened, read_object
+from ..files.streams import say
+from ..journal.rows import flattened, read_object
+from ..journal.sink import Sink
 from .loggers import Logger
 from .media import Histogram, Image, Medium
-from .sink import Sink
 
 CLOSE_SECONDS = 30.0
 """How long the end of a run waits for rows that are not sent yet."""

@@ -6,7 +6,7 @@ that the loss returns, grad_norm, lr, the time of a step, and the epoch. Room is
 steps have no speed yet, and columns should not come and go.
 
 The lines at the end cover the whole run and not only its last start, so they are read from the run's files: the best evaluation from
-metrics.jsonl, the goodput from the events, as `train.report` computes it. Whatever cannot be read is left out, and no run ends because of
+metrics.jsonl, the goodput from the events, as `train.watch` computes it. Whatever cannot be read is left out, and no run ends because of
 it.
 """
 
@@ -24,8 +24,8 @@ import jgt
 from jgt import amount
 from jgt.document import InputError
 
-from ..report.accounts import read_accounts
-from ..report.rows import read_metrics
+from ..journal.accounts import read_accounts
+from ..journal.rows import read_metrics
 from ..setup import Setup
 
 _FILES = {

@@ -13,10 +13,12 @@ from dataclasses import asdict
 from jgt import CommandParser
 from jgt.document import InputError, Node, bind
 
-from ..command_line import Exit, RunParser, say, settle_streams, whole_number
 from ..config import load
+from ..files.cache import local_folder
+from ..files.ends import Exit
+from ..files.streams import say, settle_streams
 from ..models.config import ModelConfig
-from ..store.cache import local_folder
+from ..settings.command_line import RunParser, whole_number
 from ..weights.described import published
 
 

@@ -22,12 +22,12 @@ from jgt.document import InputError, shown
 
 from .. import config as configs
 from ..checkpoint.signature import read_key
-from ..code.files import Code, read_code
-from ..code.names import exits_are_failures
-from ..compiled import programs_on_trial
 from ..config import Run
+from ..journal.rows import read_metrics
+from ..processes.compiled import programs_on_trial
 from ..processes.processes import start_jax
-from ..report.rows import read_metrics
+from ..settings.code.files import Code, read_code
+from ..settings.code.names import exits_are_failures
 from ..setup import Setup
 from ..setup.xla import configure_xla, open_devices
 from ..step.state import State

@@ -17,12 +17,12 @@ from jgt.document import InputError
 from ..config import Run, without_effect
 from ..data.config import DataConfig, OwnData
 from ..data.files import Finder
+from ..files.bucket import is_url
 from ..models.config import ModelConfig
 from ..models.decoder import build
 from ..records.console import Screen
 from ..setup import Setup, prepare
 from ..setup.published import open_published
-from ..store.bucket import is_url
 from ..verify.compare import is_verified
 from ..weights.described import Described
 from ..weights.load import open_files

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from ..checkpoint.steps import FOLDER, Steps
-from ..sections import Fault
+from ..settings.sections import Fault
 
 _MARKS = "faults"
 

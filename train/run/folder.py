@@ -22,15 +22,15 @@ from typing import TextIO
 
 from jgt.document import InputError, path_problem
 
-from ..checkpoint.disk import kind
 from ..checkpoint.steps import remove
-from ..code.files import COPY
-from ..command_line import InUseError
+from ..files.bucket import Bucket
+from ..files.disk import kind
+from ..files.ends import InUseError
+from ..files.lease import Lease, hold_lease, holder_of
+from ..files.mirror import NOT_COPIED, Mirror, adopt_spool, fill_spool, spool_of
 from ..records.step_range import PROFILE
-from ..sections import RunConfig
-from ..store.bucket import Bucket
-from ..store.lease import Lease, hold_lease, holder_of
-from ..store.mirror import NOT_COPIED, Mirror, adopt_spool, fill_spool, spool_of
+from ..settings.code.files import COPY
+from ..settings.sections import RunConfig
 from ..weights.origin import ORIGIN
 
 CONFIG, DATA, CONFIGS = "config.yaml", "data.json", "configs"

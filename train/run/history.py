@@ -20,11 +20,11 @@ from typing import Any
 from jgt import document
 from jgt.document import Node, shown
 
-from ..checkpoint.disk import write_whole
 from ..checkpoint.steps import remove
-from ..code.files import COPY, Code
 from ..config import Run
 from ..data.config import DataConfig
+from ..files.disk import write_whole
+from ..settings.code.files import COPY, Code
 from ..weights.origin import keep_origin
 from .folder import CONFIG, CONFIGS, DATA
 from .identity import code_of

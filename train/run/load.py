@@ -26,23 +26,23 @@ from .. import config as configs
 from ..checkpoint.saved import SavedStep, find_checkpoint
 from ..checkpoint.signature import read_key
 from ..checkpoint.steps import run_url, steps_near
-from ..code.files import COPY, Code
-from ..code.names import is_name
-from ..compiled import finish_trial
 from ..config import Run
 from ..data.config import BYTES, DataConfig
 from ..export.adapter import write_adapter
 from ..export.form import run_form
 from ..export.model import SavedModel
+from ..files.bucket import Bucket, is_url, place_of
+from ..files.cache import local_folder
+from ..files.mirror import RECORDS, fetch_records
+from ..generate.loaded import Loaded
 from ..generate.rules import rules_of
-from ..loaded import Loaded
+from ..processes.compiled import finish_trial
+from ..settings.code.files import COPY, Code
+from ..settings.code.names import is_name
 from ..setup import Setup, prepare
 from ..setup.layout import mesh_layout
 from ..setup.published import PublishedFiles, open_published, published_params
 from ..step.trained import merged
-from ..store.bucket import Bucket, is_url, place_of
-from ..store.cache import local_folder
-from ..store.mirror import RECORDS, fetch_records
 from ..weights.adapters import common_section
 from ..weights.origin import ORIGIN
 from .api import listed, own_code, start_jax_here

@@ -21,9 +21,9 @@ from ..checkpoint.checkpoint import Checkpoints
 from ..checkpoint.manifest import Kept
 from ..data.batches import Data
 from ..export.exports import Exports
+from ..files.lease import Lease
 from ..generate.generate import sample_text
 from ..generate.text import terminal_text
-from ..hooks import EVENT, Evaluations, Hooks, held_out_means, made_at
 from ..processes.processes import barrier
 from ..processes.watch import Watch
 from ..records.console import Screen
@@ -33,11 +33,11 @@ from ..records.records import Records
 from ..records.summary import describe_end, duration_text, tokens_per_sample
 from ..setup import Setup
 from ..step.state import State
-from ..store.lease import Lease
 from ..verify.background import WRONG, LayoutCheck
 from .faults import Faults
 from .folder import Lock
 from .history import replace_config
+from .hooks import EVENT, Evaluations, Hooks, held_out_means, made_at
 from .identity import Resume
 from .saves import Saves
 from .start import Feed, Position, Start

@@ -22,13 +22,13 @@ from ..data.config import OwnData
 from ..data.opening import open_data, open_own_data
 from ..data.own import open_own
 from ..export.form import run_form
-from ..hooks import Evaluations, Hook, open_evaluations, open_hooks
 from ..processes.processes import agree_on_input, number_of_processes
 from ..records.console import Screen
 from ..records.summary import describe_data
 from ..setup import Setup, prepare
 from ..setup.fit import compiled_to_fit, with_remat
 from ..setup.published import base_shapes
+from .hooks import Evaluations, Hook, open_evaluations, open_hooks
 from .identity import Resume, check_data
 from .loop import TaskMetrics
 from .start import eval_batch_of, local_rows

@@ -29,11 +29,11 @@ from jgt.document import InputError
 
 from ..checkpoint.saved import find_checkpoint, stored_data
 from ..checkpoint.signature import read_key
-from ..command_line import say
 from ..config import Run
 from ..evaluate.reference import with_reference
+from ..files.streams import say
+from ..journal.rows import read_metrics
 from ..records.console import Screen
-from ..report.rows import read_metrics
 from ..setup import Setup
 from ..step.objective import mean_of_parts
 from ..step.state import State

@@ -17,11 +17,11 @@ from jgt.document import InputError
 
 from ..checkpoint.restore import restore_parts
 from ..checkpoint.saved import SavedStep, UnusableError
-from ..command_line import may_have_fewer
+from ..settings.command_line import may_have_fewer
 from ..setup import Setup
 from ..setup.state import COMPILED_ONCE, without_arrays
 from ..step.state import State
-from ..sync.phases import mean_of_replicas, of_replicas
+from ..step.sync.phases import mean_of_replicas, of_replicas
 
 
 def saved_replicas(saved: SavedStep) -> int:

@@ -23,15 +23,17 @@ import jax
 
 from ..checkpoint.checkpoint import Checkpoints, SaveError
 from ..checkpoint.restore import first_line
-from ..command_line import InUseError, may_have_fewer, say
 from ..data.batches import Data
 from ..data.mapped import DataChangedError
-from ..hooks import HookError
+from ..files.ends import InUseError
+from ..files.streams import say
 from ..processes.processes import true_on_all_processes
 from ..processes.watch import Watch
 from ..records.progress import Progress, SkippedError
 from ..records.records import Records
+from ..settings.command_line import may_have_fewer
 from ..setup import Setup
+from .hooks import HookError
 from .start import Position
 
 _LAST_SECONDS = 600.0

@@ -27,21 +27,21 @@ from jax.sharding import NamedSharding
 from jgt import path_text
 from jgt.document import InputError
 
-from ..adapt.adapters import factors_of
 from ..checkpoint.checkpoint import Checkpoints
 from ..checkpoint.manifest import Base, Kept
 from ..checkpoint.restore import restore, without_keys
 from ..checkpoint.saved import SavedStep, Search, UnusableError, search_elsewhere, stored_data
 from ..checkpoint.signature import read_key
-from ..command_line import say
 from ..data.batches import Data
+from ..files.bucket import is_url, place_of
+from ..files.cache import local_folder
+from ..files.streams import say
 from ..models.config import ModelConfig
 from ..setup import Setup
 from ..setup.published import base_shapes, published_params
 from ..step.state import OPTIONAL, State
 from ..step.trained import merged
-from ..store.bucket import is_url, place_of
-from ..store.cache import local_folder
+from ..weights.adapt.adapters import factors_of
 from ..weights.base import agreed, base_in, inherited_base, restored_frozen, restored_params, resumed_base
 from ..weights.safetensors import has_weights
 from .identity import Resume, check_adapters, check_model, check_origin

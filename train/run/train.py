@@ -19,14 +19,19 @@ import jax
 from jgt.document import InputError
 
 from ..checkpoint.checkpoint import Checkpoints
-from ..checkpoint.disk import DiskError, describe
-from ..command_line import Exit, InUseError, say
 from ..config import Run, without_effect
 from ..data.batches import Data
 from ..data.mapped import DataChangedError
 from ..evaluate.reference import SCORES, checksum, reference_of, with_reference
 from ..export.exports import Exports
-from ..hooks import Alerts, Hooks
+from ..files.disk import DiskError, describe
+from ..files.ends import Exit, InUseError
+from ..files.lease import Lease
+from ..files.mirror import Mirror
+from ..files.streams import say
+from ..journal.sink import describe_lost
+from ..journal.status import Status
+from ..journal.timeline import OTHER
 from ..processes.processes import agree_on_input, clock_ahead, number_of_processes, shared_store, this_process
 from ..processes.watch import Watch
 from ..records.console import Screen
@@ -34,21 +39,17 @@ from ..records.nvml import Gpus
 from ..records.profiler import Profiler
 from ..records.progress import memory_of_devices
 from ..records.records import Records, open_loggers
-from ..records.sink import describe_lost
-from ..records.status import Status
 from ..records.step_range import StepRange
 from ..records.summary import describe_data, describe_size, describe_start, describe_sync
-from ..records.timeline import OTHER
-from ..sections import DPO
+from ..settings.sections import DPO
 from ..setup import Setup
 from ..setup.xla import open_devices
 from ..step.state import State
-from ..store.lease import Lease
-from ..store.mirror import Mirror
 from ..verify.background import LayoutCheck
 from .faults import Faults
 from .folder import Lock, copied, hold_bucket, lock_folder, move_earlier_run
 from .history import begin_folder
+from .hooks import Alerts, Hooks
 from .identity import Resume, fingerprints
 from .loop import Loop, lost_records
 from .opened import evaluations_of, hooks_of, open_run, open_tasks

@@ -21,7 +21,7 @@ from jgt.document import InputError
 from ..config import Run
 from ..models.config import OwnModel
 from ..step.loss import Groups
-from ..sync.config import SyncConfig
+from ..step.sync.config import SyncConfig
 
 
 @dataclass(frozen=True, kw_only=True)

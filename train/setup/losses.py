@@ -9,12 +9,12 @@ from typing import Any
 import jgt
 from jgt import Pipeline
 
-from ..code.files import Code
-from ..code.names import load_object
 from ..config import Config
 from ..models.config import ModelConfig, OwnModel
 from ..models.model import Model
-from ..sections import DPO, PAIRED, TrainConfig
+from ..settings.code.files import Code
+from ..settings.code.names import load_object
+from ..settings.sections import DPO, PAIRED, TrainConfig
 from ..step.config import OptimizerConfig, OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks
 from ..step.objective import Loss, ShardedLoss, checked_loss, mode_of, own_objective, token_objective

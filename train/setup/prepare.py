@@ -19,18 +19,18 @@ import jax.numpy as jnp
 from jgt import Replicas, Storage
 from jgt.document import InputError, nearest
 
-from ..code.files import Code
 from ..config import Run, batch_problems, replica_problems
 from ..models.config import OwnModel
 from ..models.linear import compute_type
-from ..sections import TrainConfig
+from ..settings.code.files import Code
+from ..settings.sections import TrainConfig
 from ..step.config import OptimizerConfig, OwnOptimizer
 from ..step.gradients import GradientSum
 from ..step.objective import Objective, problem_of_parts
 from ..step.optimizer import MakeOptimizer, build_optimizer, own_optimizer, roles_of
 from ..step.step import StepFeatures
+from ..step.sync.phases import Phases
 from ..step.trained import Trained
-from ..sync.phases import Phases
 from .layout import MeshLayout, mesh_layout
 from .losses import Where, may_reshape
 from .program import Element, ModelProgram, element_of, program_of

@@ -17,9 +17,6 @@ import jax.numpy as jnp
 from jgt import Experts, Pipeline
 from jgt.document import InputError
 
-from ..adapt.adapters import Adapters
-from ..code.files import Code
-from ..code.names import load_callable
 from ..config import Config
 from ..data.config import DataConfig, OwnData
 from ..data.own import function_of, open_own
@@ -29,11 +26,14 @@ from ..models.experts.config import ExpertsConfig
 from ..models.kernels import AttentionChoice, choose_attention
 from ..models.linear import compute_type
 from ..models.model import Model, Terms, of_flax, places_taken
-from ..sections import DPO, PAIRED
+from ..settings.code.files import Code
+from ..settings.code.names import load_callable
+from ..settings.sections import DPO, PAIRED
 from ..step.loss import token_places
 from ..step.objective import ShardedLoss, check_results, mode_of, own_objective, reported
 from ..step.preference import REFERENCE
 from ..step.trained import Trained, with_frozen
+from ..weights.adapt.adapters import Adapters
 from .layout import MeshLayout
 from .losses import CALL, Where, fewest_chunks, losses_of, own_loss_of
 from .remat import AUTO, Remat, remat_settings, with_remat_of

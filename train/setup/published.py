@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..adapt.adapters import factors_of
+from ..files.cache import local_folder
 from ..models.config import ModelConfig
 from ..step.trained import merged
-from ..store.cache import local_folder
+from ..weights.adapt.adapters import factors_of
 from ..weights.adapters import CONFIG, Peft, read_peft
 from ..weights.described import published
 from ..weights.factors import Site, check_base, check_factors, load_factors

@@ -20,8 +20,8 @@ from ..step.objective import Objective
 from ..step.optimizer import MakeOptimizer, Settings, settings_of_step
 from ..step.state import State
 from ..step.step import make_eval_step, make_train_step
+from ..step.sync.phases import ExchangePrograms, Exchanges
 from ..step.update import update_all, update_in_turn
-from ..sync.phases import ExchangePrograms, Exchanges
 from .program import ModelProgram, rows_of
 from .state import COMPILED_ONCE, StateLayout
 

@@ -20,8 +20,8 @@ from ..step.gradients import GradientSum
 from ..step.optimizer import MakeOptimizer, Settings
 from ..step.state import OPTIONAL, State, Tree
 from ..step.step import StepFeatures
+from ..step.sync.phases import Phases, mean_of_replicas
 from ..step.trained import Trained, merged
-from ..sync.phases import Phases, mean_of_replicas
 
 COMPILED_ONCE = {"xla_backend_optimization_level": 1}
 """For a program that runs once, LLVM's expensive passes take longer than they save."""

@@ -20,9 +20,9 @@ import jax
 
 from jgt.document import InputError
 
-from ..compiled import open_programs, use_programs
 from ..config import Config
-from ..sealed import DamagedError, default_folder, own_folder, read_sealed, write_sealed
+from ..files.sealed import DamagedError, default_folder, own_folder, read_sealed, write_sealed
+from ..processes.compiled import open_programs, use_programs
 
 _PIPELINE = {
     "xla_gpu_enable_latency_hiding_scheduler": "true",

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jgt import Replicas, signal
 
-from ..sections import Wire
+from ..settings.sections import Wire
 from .objective import Arrays, Objective, Part
 from .state import Tree
 

@@ -26,8 +26,8 @@ from jax.interpreters import partial_eval
 from jgt import Pipeline, Sharded
 from jgt.document import InputError
 
-from ..code.names import FAILURES, call_problem, described, own_line
 from ..models.model import LostError, Model, Settle, Terms
+from ..settings.code.names import FAILURES, call_problem, described, own_line
 from .trained import merged
 
 Arrays = dict[str, jax.Array]

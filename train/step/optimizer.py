@@ -22,9 +22,9 @@ import optax
 from jgt import Storage
 from jgt.document import InputError
 
-from ..code.files import Code
-from ..code.names import load_callable, load_object
 from ..models.model import Model, Role
+from ..settings.code.files import Code
+from ..settings.code.names import load_callable, load_object
 from .config import OptimizerConfig, OwnOptimizer
 from .muon import MapMatrices, scale_by_muon
 

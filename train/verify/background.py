@@ -23,8 +23,9 @@ from typing import Any
 
 import jax
 
-from ..command_line import EndError, say
 from ..config import Run
+from ..files.ends import EndError
+from ..files.streams import say
 from ..processes.processes import failure_of_any, this_process
 from .compare import is_verified
 from .limits import Limits

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from jgt.document import InputError
 
-from ..code.files import Code
-from ..command_line import Exit
 from ..config import load
+from ..files.ends import Exit
+from ..settings.code.files import Code
 from .compare import compare_layouts
 from .limits import Limits
 from .small import small_run

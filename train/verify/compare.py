@@ -23,8 +23,8 @@ from jgt import Verification
 from ..config import Run
 from ..data.config import OwnData
 from ..data.own import open_own
+from ..files.sealed import DamagedError, default_folder, read_sealed, write_sealed
 from ..models.config import OwnModel
-from ..sealed import DamagedError, default_folder, read_sealed, write_sealed
 from ..setup import Setup, prepare
 from ..step.config import OwnOptimizer
 from ..step.optimizer import MakeOptimizer, Settings, build_optimizer, roles_of, settings_of_step

@@ -19,8 +19,8 @@ from typing import Any
 
 from jgt.document import InputError, Node, path_problem, shown
 
-from ..adapt.config import LoraConfig
-from ..store.cache import local_folder
+from ..files.cache import local_folder
+from .adapt.config import LoraConfig
 from .described import MOST_BYTES, Keys, published
 from .family import LLAMA, Family, words
 from .foreign import first, inside, problems_at, read_json, read_shapes

@@ -25,15 +25,15 @@ import jax
 from jgt import path_text
 from jgt.document import InputError, path_problem
 
-from ..checkpoint.disk import DiskError, describe, open_file, patiently
 from ..checkpoint.manifest import FROZEN, ArrayEntry, Base
 from ..checkpoint.restore import restore_params
 from ..checkpoint.saved import SavedStep, array_entries, check_arrays
+from ..files.bucket import is_url
+from ..files.cache import local_folder
+from ..files.disk import DiskError, describe, open_file, patiently
 from ..models.config import ModelConfig
 from ..processes.processes import agree_on_input
 from ..step.trained import divided, merged
-from ..store.bucket import is_url
-from ..store.cache import local_folder
 from .described import published
 from .load import Files, open_files
 from .safetensors import Tensor, open_folder

@@ -14,9 +14,9 @@ from typing import Any
 
 from jgt.document import InputError, Node, path_problem, shown
 
+from ..files.bucket import is_url
+from ..files.cache import local_folder
 from ..models.config import ModelConfig
-from ..store.bucket import is_url
-from ..store.cache import local_folder
 from .families import FAMILIES
 from .family import Family, words
 from .foreign import inside, read_json

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jgt.document import InputError, path_problem, read_bytes, shown
 
-from ..checkpoint.disk import open_file, patiently
+from ..files.disk import open_file, patiently
 
 METADATA = "__metadata__"
 """The key of a header that is not a tensor."""

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from jgt.document import InputError
 
-from ..checkpoint.disk import sync_tree
 from ..checkpoint.steps import remove
-from ..store.cache import local_file, local_folder
+from ..files.cache import local_file, local_folder
+from ..files.disk import sync_tree
 from .families import words
 from .foreign import inside
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from jgt.document import InputError, read_bytes, shown
 
-from ..checkpoint.disk import DiskError, describe, open_file, patiently
+from ..files.disk import DiskError, describe, open_file, patiently
 from .foreign import METADATA, first, inside, parse_json, problems_at, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -21,8 +21,8 @@ import numpy as np
 
 from jgt.document import InputError
 
-from ..checkpoint.disk import sync, sync_above, sync_tree
 from ..checkpoint.steps import remove
+from ..files.disk import sync, sync_above, sync_tree
 from .foreign import METADATA
 from .safetensors import DTYPES, INDEX, SINGLE, Tensor, open_folder, runs, spans
 

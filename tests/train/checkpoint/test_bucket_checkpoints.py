@@ -18,15 +18,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgt.document import InputError
 from train.checkpoint.bucket_steps import seal
 from train.checkpoint.checkpoint import Checkpoints, SaveError
-from train.checkpoint.disk import DiskError
 from train.checkpoint.objects import piece_shape
 from train.checkpoint.pieces import pieces
 from train.checkpoint.restore import restore
 from train.checkpoint.saved import UnusableError, find_checkpoint, stored_data
 from train.checkpoint.steps import open_steps
-from train.sections import CheckpointConfig
+from train.files.bucket import Bucket, StoreError
+from train.files.disk import DiskError
+from train.settings.sections import CheckpointConfig
 from train.step.state import State
-from train.store.bucket import Bucket, StoreError
 
 SPECS = [PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "data"), PartitionSpec("tensor", "data")]
 
@@ -263,7 +263,7 @@ def test_a_store_that_cannot_be_read_is_no_verdict_on_a_step(checkpoints, url, m
     save(checkpoints, 1)
     plain = Bucket.read
     with monkeypatch.context() as patch:
-        patch.setattr("train.checkpoint.disk._PAUSES", ())
+        patch.setattr("train.files.disk._PAUSES", ())
         found = newest_of(checkpoints)[0]
         patch.setattr(Bucket, "read", lambda self, name: refused() if "kernel" in name else plain(self, name))
         with pytest.raises(DiskError, match="ExpiredToken"):

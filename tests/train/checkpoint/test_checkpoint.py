@@ -22,7 +22,7 @@ from train.checkpoint.checkpoint import Checkpoints, SaveError
 from train.checkpoint.manifest import BrokenError
 from train.checkpoint.restore import restore, restore_params
 from train.checkpoint.saved import find_checkpoint
-from train.sections import CheckpointConfig
+from train.settings.sections import CheckpointConfig
 from train.step.state import State
 
 

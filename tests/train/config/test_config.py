@@ -8,7 +8,7 @@ import pytest
 
 from train.__main__ import main
 from train.config import load
-from train.sections import RunConfig
+from train.settings.sections import RunConfig
 
 
 def resolved(capsys, path, *overrides):

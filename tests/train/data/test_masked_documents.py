@@ -14,7 +14,6 @@ import pytest
 import jgt
 from jgt.document import InputError
 from jgt.pipeline.staging import Pipeline
-from train.code.files import read_code
 from train.config import load
 from train.data.batches import masked
 from train.data.opening import open_data
@@ -23,6 +22,7 @@ from train.models.config import ModelConfig
 from train.models.decoder import build
 from train.run.start import Feed
 from train.run.train import train
+from train.settings.code.files import read_code
 from train.setup import prepare
 from train.step.loss import make_loss
 

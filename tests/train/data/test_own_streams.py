@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from jgt.document import InputError
-from train.code.files import Code
 from train.data.config import OwnData
 from train.data.opening import open_own_data
 from train.data.own import SampleError, open_own
 from train.data.own.shard import decoded, encoded
+from train.settings.code.files import Code
 
 NAME = "run.yaml:2: data.source: mine:data"
 COUNT, BATCH = 48, 8

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jgt.document import InputError
-from train.code.files import Code
 from train.data.config import OwnData
 from train.data.opening import open_own_data
 from train.data.own import open_own
 from train.data.own.samples import SampleError
+from train.settings.code.files import Code
 
 COUNT, BATCH = 12, 4
 

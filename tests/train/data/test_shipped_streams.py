@@ -12,12 +12,12 @@ import pytest
 from PIL import Image
 
 from jgt.document import InputError
-from train.code.files import Code
 from train.config.load import load
 from train.data.config import OwnData
 from train.data.opening import open_own_data
 from train.data.own import SampleError, open_own
 from train.data.paths import path_problems
+from train.settings.code.files import Code
 
 BATCH, FILES, ROWS = 6, 4, 12
 COUNT = FILES * ROWS

@@ -14,8 +14,8 @@ from train.data.config import DataConfig
 from train.data.files import Finder
 from train.data.opening import open_data
 from train.data.paths import path_problems
-from train.store.bucket import Bucket
-from train.store.cache import ObjectCache
+from train.files.bucket import Bucket
+from train.files.cache import ObjectCache
 
 FILES = (
     "x/train-1.bin",

@@ -9,7 +9,7 @@ import pytest
 
 from train.checkpoint.manifest import sealed
 from train.evaluate.answers import Answers
-from train.records.sink import AppendedFile
+from train.journal.sink import AppendedFile
 
 STORED = [
     ("loglikelihood", ("a question", "an answer"), (-1.2345678901234567, True)),

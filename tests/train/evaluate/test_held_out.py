@@ -6,7 +6,7 @@ import re
 import pytest
 
 from jgt.__main__ import main
-from train.report.rows import read_metrics
+from train.journal.rows import read_metrics
 from train.run.train import train
 
 LAYOUTS = {

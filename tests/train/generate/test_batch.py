@@ -11,7 +11,6 @@ from flax import nnx
 from golden_models import GOLDENS, NAMES, config_of, loaded
 
 import jgt
-from train.drawing import Drawing
 from train.generate.batch import TextBatch, TextRequest
 from train.generate.caching import caching_of
 from train.generate.programs import TextPrograms
@@ -19,6 +18,7 @@ from train.generate.rules import generation_rules
 from train.models.config import ModelConfig, OwnModel
 from train.models.decoder import build
 from train.models.model import of_nnx
+from train.settings.drawing import Drawing
 
 PROMPTS = (5, 30, 17, 1, 9, 22, 12, 3)
 REPLICATED = {"axes": {"batch": ["data"]}, "default": "replicate"}

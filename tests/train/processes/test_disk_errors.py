@@ -11,7 +11,7 @@ import pytest
 from disk import variables
 from runs import Processes, flags, free_port, rows
 
-from train.command_line import Exit
+from train.files.ends import Exit
 
 # Each test shares processes that take long to start.
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from runs import SECONDS, Processes, flags, free_port, rows, wait_for_step
 
 from train.checkpoint.saved import find_checkpoint
 from train.checkpoint.steps import FOLDER, Steps
-from train.command_line import Exit
+from train.files.ends import Exit
 
 RULES = f"rules={Path(__file__).parents[3] / 'configs' / 'rules' / 'hybrid.yaml'}"
 EVERY = 150

@@ -9,7 +9,7 @@ import pytest
 
 from train.checkpoint import manifest
 from train.checkpoint.contents import file_entries
-from train.command_line import Exit
+from train.files.ends import Exit
 
 STEPS = 4
 DEEP = "[" * 100_000 + "]" * 100_000

@@ -12,7 +12,7 @@ import pytest
 from runs import Processes, flags, free_port, rows, wait_for_step
 
 from train.checkpoint.steps import FOLDER, Steps
-from train.command_line import Exit
+from train.files.ends import Exit
 
 STEPS, BAD = 60, 20
 RULES = "rules={axes: {batch: [data]}, default: replicate}"

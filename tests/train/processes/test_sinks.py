@@ -20,8 +20,8 @@ from runs import ENVIRONMENT, Nursery, rows, wait_for_step
 from train.checkpoint.restore import restore
 from train.checkpoint.saved import find_checkpoint
 from train.checkpoint.steps import FOLDER, Steps
-from train.command_line import Exit
 from train.config import load
+from train.files.ends import Exit
 from train.setup import prepare
 
 STEPS = 6

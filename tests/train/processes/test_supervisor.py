@@ -12,7 +12,7 @@ import pytest
 from runs import Processes, rows
 
 from jgt.document import InputError
-from train.command_line import Exit
+from train.files.ends import Exit
 from train.launch import __main__ as launch
 from train.launch import group as devices
 from train.launch import supervisor

@@ -12,7 +12,7 @@ import pytest
 from runs import ENVIRONMENT, Processes, flags, free_port, rows, wait_for_step
 
 from train.checkpoint.steps import FOLDER, Steps
-from train.command_line import Exit
+from train.files.ends import Exit
 
 SOON = 60
 MANY = 100_000

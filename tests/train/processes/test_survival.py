@@ -7,8 +7,8 @@ import pytest
 from runs import Processes, flags, free_port, rows, wait_for_path, wait_for_step
 
 from train.checkpoint.steps import FOLDER, Steps
-from train.command_line import Exit
 from train.config import load
+from train.files.ends import Exit
 from train.processes.config import WatchdogConfig
 from train.processes.watch import Watch
 from train.run.train import train

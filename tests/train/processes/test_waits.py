@@ -10,7 +10,7 @@ import time
 import pytest
 from runs import Processes, flags, free_port, rows, wait_for_step
 
-from train.command_line import Exit
+from train.files.ends import Exit
 
 JOIN, START, PEER = 2, 20, 4
 STARTING = 45

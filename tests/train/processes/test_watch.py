@@ -15,7 +15,7 @@ from stores import Shared
 
 from jgt.document import InputError
 from train.checkpoint.saved import find_checkpoint
-from train.command_line import Exit
+from train.files.ends import Exit
 from train.processes.config import WatchdogConfig
 from train.processes.watch import Watch
 from train.run.faults import Faults

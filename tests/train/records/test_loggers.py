@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from jgt.document import InputError
-from train import sections
 from train.config import load
 from train.records import services
 from train.records.media import Histogram, Image
 from train.records.records import Records, open_loggers
 from train.run.train import train
+from train.settings import sections
 
 CONFIG = {"train": {"steps": 3}, "log": ["jsonl"]}
 

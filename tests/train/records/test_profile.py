@@ -13,8 +13,8 @@ from train.__main__ import main
 from train.config import load
 from train.processes.watch import Watch
 from train.records.step_range import MAX_STEPS, StepRange
-from train.report.__main__ import trace
 from train.run.train import train
+from train.watch.__main__ import trace
 
 
 @pytest.fixture(scope="module")

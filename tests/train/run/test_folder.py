@@ -6,8 +6,8 @@ import pytest
 
 from jgt.document import InputError
 from train.checkpoint import manifest
-from train.command_line import InUseError
 from train.config import load
+from train.files.ends import InUseError
 from train.run.folder import lock_folder, move_earlier_run
 from train.run.history import begin_folder
 from train.run.identity import Resume, check_data, check_folder, check_places, check_weights, read_resume

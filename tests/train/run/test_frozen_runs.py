@@ -13,11 +13,11 @@ import pytest
 import jgt
 from jgt import path_text
 from jgt.document import InputError
-from train.code.files import read_code
 from train.config import load
 from train.run.identity import check_places, read_resume
 from train.run.start import Start
 from train.run.train import train
+from train.settings.code.files import read_code
 from train.setup import prepare
 
 TRAIN = "optimizer.train=[layers/attn/**]"

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from jgt import document
-from train.checkpoint.disk import write_whole
-from train.code.files import Code, read_code
+from train.files.disk import write_whole
 from train.run.history import begin_folder, replace_config
 from train.run.train import train
+from train.settings.code.files import Code, read_code
 
 DATA = {"source": "text", "train_tokens": 100}
 

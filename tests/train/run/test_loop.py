@@ -17,8 +17,8 @@ from checkpoints import newest_of
 from train.checkpoint.checkpoint import Checkpoints, SaveError
 from train.checkpoint.restore import restore
 from train.checkpoint.steps import Steps
-from train.command_line import Exit
 from train.config import load
+from train.files.ends import Exit
 from train.models.decoder import build
 from train.processes.watch import Watch
 from train.run.train import train

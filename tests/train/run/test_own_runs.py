@@ -9,12 +9,12 @@ from runs import flags, free_port, rows
 
 from jgt import document
 from jgt.document import InputError
-from train.code.files import read_code
 from train.config import load
 from train.run.check import check_placement
 from train.run.identity import Resume, check_places
 from train.run.opened import _check_rows, open_run
 from train.run.train import train
+from train.settings.code.files import read_code
 
 MODULE = """
 import jax, jax.numpy as jnp, numpy as np

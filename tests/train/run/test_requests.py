@@ -5,9 +5,9 @@ import os
 
 import pytest
 
+from train.journal.status import ask, read_status
 from train.processes.peers import Requests
 from train.records.profiler import Profiler
-from train.report.status import ask, read_status
 from train.run.train import train
 
 

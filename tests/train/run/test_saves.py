@@ -19,7 +19,7 @@ from train.run.opened import open_run
 from train.run.saves import Saves
 from train.run.start import Feed, Position, restore_state
 from train.run.train import train
-from train.sections import CheckpointConfig
+from train.settings.sections import CheckpointConfig
 
 BAD = 5
 """The step at which a run ends by itself."""

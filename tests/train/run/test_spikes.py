@@ -13,7 +13,7 @@ from train.checkpoint.restore import restore
 from train.records.progress import SkippedError, StepResult, UpdateGuard
 from train.run.start import Feed, restore_state
 from train.run.train import train
-from train.sections import SpikesConfig, TrainConfig
+from train.settings.sections import SpikesConfig, TrainConfig
 from train.setup import prepare
 from train.step.state import State
 from train.step.step import StepFeatures

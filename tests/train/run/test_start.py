@@ -10,12 +10,12 @@ import pytest
 from jgt.document import InputError
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.saved import find_checkpoint
-from train.code.files import read_code
 from train.config import load
 from train.run.identity import Resume
 from train.run.opened import open_run
 from train.run.start import Start, restore_state
 from train.run.train import train
+from train.settings.code.files import read_code
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from jgt import document
 from jgt.document import InputError
 from train.checkpoint.saved import find_checkpoint, stored_data
 from train.checkpoint.steps import FOLDER
-from train.code.files import read_code
 from train.config import load
 from train.records.windows import data_windows
 from train.run.check import check_placement
@@ -21,6 +20,7 @@ from train.run.identity import Resume
 from train.run.opened import dry_run, opened_data
 from train.run.replay import replay
 from train.run.train import train
+from train.settings.code.files import read_code
 from train.setup import prepare
 from train.verify.compare import sample_batch
 

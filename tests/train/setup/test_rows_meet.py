@@ -6,8 +6,8 @@ import pytest
 
 import jgt
 from jgt.document import InputError
-from train.code.files import read_code
 from train.config import load
+from train.settings.code.files import read_code
 from train.setup import prepare
 
 CODE = """

@@ -9,13 +9,13 @@ from jax.experimental.compilation_cache import compilation_cache
 from jgt.document import InputError
 from jgt.pipeline.config import PipelineConfig
 from jgt.planner.hardware.target import USABLE
-from train.compiled import Programs
 from train.config.config import Config
 from train.models.config import ModelConfig
-from train.sections import DevicesConfig, XlaConfig
+from train.processes.compiled import Programs
+from train.settings.sections import DevicesConfig, XlaConfig
 from train.setup import xla
 from train.setup.xla import PRESETS, configure_xla
-from train.sync.config import SyncConfig
+from train.step.sync.config import SyncConfig
 
 GOOD, UNKNOWN = "xla_gpu_enable_latency_hiding_scheduler", "xla_no_such_flag"
 

@@ -10,10 +10,10 @@ from flax import nnx
 from steps import roles_of
 
 from jgt.document import InputError
-from train.code.files import Code
 from train.models.config import GPTConfig, ModelConfig
 from train.models.decoder import build, stacked
 from train.models.model import Table, Vector, of_nnx
+from train.settings.code.files import Code
 from train.setup import prepare
 from train.step.config import OptimizerConfig, OwnOptimizer
 from train.step.muon import orthogonalize

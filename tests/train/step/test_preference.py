@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jgt.document import InputError
-from train.code.files import read_code
 from train.config import load
 from train.data.opening import open_own_data
 from train.data.own import open_own
 from train.run.start import Feed
+from train.settings.code.files import read_code
 from train.setup import prepare
 from train.step.preference import orpo_loss
 

@@ -12,7 +12,7 @@ from runs import Processes, flags, free_port, rows, wait_for_path, wait_for_step
 
 from train.checkpoint.steps import FOLDER, Steps
 from train.config import load
-from train.report.accounts import read_accounts
+from train.journal.accounts import read_accounts
 from train.verify.compare import is_verified
 from train.verify.limits import Limits
 from train.verify.small import small_run

@@ -28,7 +28,7 @@ from train.export.write import write_export
 from train.models.config import ModelConfig
 from train.models.decoder import build
 from train.run.train import train
-from train.sections import CheckpointConfig
+from train.settings.sections import CheckpointConfig
 from train.step.state import State
 from train.weights.described import published
 from train.weights.describing import described_as_family, differences

@@ -15,14 +15,14 @@ from golden_models import config_of
 import jgt
 from jgt import path_text
 from jgt.document import InputError, Node
-from train.adapt.adapters import factors_of
-from train.adapt.config import LoraConfig
 from train.checkpoint.saved import find_checkpoint
 from train.commands import generate
 from train.commands.published import export
 from train.config import load
 from train.models.decoder import build
 from train.run.train import train
+from train.weights.adapt.adapters import factors_of
+from train.weights.adapt.config import LoraConfig
 from train.weights.adapters import CONFIG, FACTOR, TENSORS, read_peft, with_adapter
 from train.weights.described import published
 from train.weights.factors import Site, check_factors, load_factors

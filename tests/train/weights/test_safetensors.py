@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jgt.document import InputError
-from train.checkpoint.disk import DiskError
+from train.files.disk import DiskError
 from train.weights import safetensors
 from train.weights.foreign import inside, read_json
 from train.weights.safetensors import DTYPES, INDEX, SINGLE, open_folder

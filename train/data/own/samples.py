@@ -16,8 +16,8 @@ import numpy as np
 
 from jgt.document import InputError
 
-from ...code.names import FAILURES, described
-from ...command_line import EndError
+from ...files.ends import EndError
+from ...settings.code.names import FAILURES, described
 
 SampleShapes = Mapping[str, jax.ShapeDtypeStruct]
 """The arrays of a sample."""

@@ -27,7 +27,7 @@ import numpy as np
 
 from jgt.document import InputError
 
-from ...code.names import FAILURES
+from ...settings.code.names import FAILURES
 from .samples import END, Sample, SampleError, SampleShapes, asked, checked, named, shapes_of
 
 _METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))

@@ -18,9 +18,9 @@ import numpy as np
 
 from jgt.document import InputError, nearest, shown
 
-from ...code.files import Code
-from ...code.names import FAILURES, described, load_object
-from ...store.bucket import is_url
+from ...files.bucket import is_url
+from ...settings.code.files import Code
+from ...settings.code.names import FAILURES, described, load_object
 from ..config import BYTES, OwnData
 from ..files import Finder
 from ..special import WAYS_TO_NAME_AN_END

@@ -22,8 +22,8 @@ import numpy as np
 
 from jgt.document import InputError
 
-from ...code.files import Code
-from ...code.names import call_with, load_object
+from ...settings.code.files import Code
+from ...settings.code.names import call_with, load_object
 from ..config import OwnData
 from .samples import IndexedSamples, Sample, SampleError, SampleShapes, held_out_samples, named, shapes_of
 from .shard import Shard, StreamSource

@@ -22,7 +22,7 @@ from typing import Any
 
 from jgt.document import InputError
 
-from ...command_line import say
+from ...files.streams import say
 from .shard import Shard, ShardPosition, StreamSource
 
 _AHEAD = 4

@@ -21,7 +21,7 @@ import numpy as np
 
 from jgt.document import InputError, nearest, shown
 
-from ...store.cache import ObjectCache
+from ...files.cache import ObjectCache
 from ..files import Finder
 
 _PART = 1 << 20

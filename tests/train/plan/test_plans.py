@@ -1,0 +1,30 @@
+"""Plans that are stored: whatever has become of a file, it is a plan or nothing."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from train.plan.search import plans
+from train.plan.search.plans import Answer
+
+
+def test_a_stored_plan_is_found(tmp_path):
+    answer = Answer(seconds=2.5, peak_bytes=7, fits=True, exposed={"data": 0.5}, warnings=("close",))
+    plans._write(tmp_path / "plan.json", answer)
+    assert plans._read(tmp_path / "plan.json") == answer
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"other": 1}',
+        *(json.dumps({**asdict(Answer()), "seconds": seconds}) for seconds in ("abc", None, float("inf"), float("nan"), -5)),
+    ],
+)
+def test_a_damaged_plan_is_none(tmp_path, text):
+    (tmp_path / "plan.json").write_text(text)
+    assert plans._read(tmp_path / "plan.json") is None

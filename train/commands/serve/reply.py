@@ -1,0 +1,87 @@
+"""The JSON of answers, whole and in pieces, as OpenAI's API has it.
+
+A completion and a chat differ in where a text is: `text`, or the `content` of a message, which is a `delta` in a stream.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ...generate.writer import TextPiece
+from .order import Order
+
+
+class Reply:
+    """The answers to one order. model: its name."""
+
+    def __init__(self, order: Order, model: str):
+        self._order = order
+        self._head = {
+            "id": f"{'chatcmpl' if order.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._texts = [list[str]() for _ in order.requests]
+        self._reasons = [""] * len(order.requests)
+        self._num_tokens = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all answers have ended."""
+        return all(self._reasons)
+
+    def add(self, index: int, piece: TextPiece) -> None:
+        """Takes the next piece of an answer."""
+        self._num_tokens += 1
+        self._texts[index].append(piece.text)
+        self._reasons[index] = piece.reason
+
+    def whole(self) -> dict[str, Any]:
+        """All answers."""
+        is_chat = self._order.is_chat
+        choices = [
+            self._choice(n, {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}, reason)
+            for n, (text, reason) in enumerate(zip(map("".join, self._texts), self._reasons, strict=True))
+        ]
+        return self._made("chat.completion" if is_chat else "text_completion", choices) | {"usage": self._usage()}
+
+    def events(self, index: int, piece: TextPiece) -> bytes:
+        """The event of the piece that was added last; empty if it says nothing."""
+        is_first = len(self._texts[index]) == 1
+        if not (piece.text or piece.reason or is_first):
+            return b""
+        delta = {**({"role": "assistant"} if is_first else {}), "content": piece.text}
+        return self._event(self._choice(index, {"delta": delta} if self._order.is_chat else {"text": piece.text}, piece.reason))
+
+    def end(self) -> bytes:
+        """The end of a stream."""
+        return (self._event() if self._order.counts else b"") + b"data: [DONE]\n\n"
+
+    def _event(self, *choices: dict[str, Any]) -> bytes:
+        made = self._made("chat.completion.chunk" if self._order.is_chat else "text_completion", choices)
+        return event(made if choices else made | {"usage": self._usage()})
+
+    def _made(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "object": kind, "choices": choices}
+
+    def _choice(self, index: int, text: dict[str, Any], reason: str) -> dict[str, Any]:
+        return {"index": index, **text, "logprobs": None, "finish_reason": reason or None}
+
+    def _usage(self) -> dict[str, int]:
+        prompt = self._order.prompt_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": self._num_tokens, "total_tokens": prompt + self._num_tokens}
+
+
+def event(value: Any) -> bytes:
+    """A server-sent event."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
+
+
+def error_of(message: str, status: int, code: str | None = None) -> dict[str, Any]:
+    """The JSON of an error."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
