@@ -27,8 +27,8 @@ from train.config import load
 from train.data.opening import open_data
 from train.models.linear import compute_type
 from train.processes.processes import start_jax
-from train.run.start import Feed
 from train.setup import prepare
+from train.setup.feed import Feed
 from train.step.optimizer import Settings
 from train.step.state import State
 

@@ -19,8 +19,8 @@ from benchmarks.harness import ROOT
 from train.config import load
 from train.data.opening import open_data
 from train.processes.processes import start_jax
-from train.run.start import Feed
 from train.setup import prepare
+from train.setup.feed import Feed
 
 OVERLOAD = 1.0
 """The router's weight of a token's first activation, for two experts."""

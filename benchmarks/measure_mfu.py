@@ -24,8 +24,8 @@ from jgt.planner.hardware.target import Target
 from train.config import Run, load
 from train.data.opening import open_data
 from train.records.progress import peak_flops
-from train.run.start import Feed
 from train.setup import Setup, prepare
+from train.setup.feed import Feed
 from train.setup.xla import configure_xla
 
 _SIZE = 8192

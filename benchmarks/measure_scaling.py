@@ -21,8 +21,8 @@ from benchmarks.measure import Stepper
 from train.config import load
 from train.data.opening import open_data
 from train.processes.processes import start_jax
-from train.run.start import Feed
 from train.setup import prepare
+from train.setup.feed import Feed
 
 SIZES = (1, 2, 4, 8)
 STRONG, WEAK = 16, 2

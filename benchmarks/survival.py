@@ -28,8 +28,8 @@ from train.config import load
 from train.processes.config import WatchdogConfig
 from train.processes.watch import Watch
 from train.run.opened import open_run
-from train.run.start import Feed
 from train.settings.sections import CheckpointConfig
+from train.setup.feed import Feed
 from train.step.state import State
 
 _ARRAYS = 24

@@ -9,7 +9,7 @@ from hlo import axes_of, collectives
 
 from jgt.planner.hlo.text import Module
 from train.data.opening import open_data
-from train.run.start import Feed
+from train.setup.feed import Feed
 
 
 def first_steps(setup, num_steps, *, repeat=False):

@@ -76,8 +76,6 @@ class Checkpoints:
         self._keep_every, self._keep_hours = config.keep_every, config.keep_hours
         self._mesh, self._fingerprints = dict(mesh or {}), dict(fingerprints or {})
         self._is_ours, self._saved, self._held = is_ours, saved, held
-        self.kept: Callable[[], Kept] = Kept
-        """Called at each save, for `Manifest.kept`."""
         self._is_first = jax.process_index() == 0
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         # Starts the thread: later, the system may allow no further one.
@@ -107,11 +105,20 @@ class Checkpoints:
         then = "; the same command resumes from it" if resumes else ""
         return f"the newest checkpoint is from step {steps[-1]}, in {self._steps.folder}{then}"
 
-    def save(self, state: State, step: int, samples: int, phase: int = 0, base: Base | None = None, data: str | None = None) -> None:
+    def save(
+        self,
+        state: State,
+        step: int,
+        samples: int,
+        phase: int = 0,
+        base: Base | None = None,
+        data: str | None = None,
+        kept: Kept | None = None,
+    ) -> None:
         """Starts to save `state` after `step` updates and `samples` sequences of training data. Returns when the arrays are copied.
 
         phase: the steps since the last exchange of `sync`. base: where the arrays are that the state lacks. data: what this process stores
-        about the place in its data. Waits for the save before.
+        about the place in its data. kept: see `Manifest`. Waits for the save before.
         Raises SaveError, on all processes, if the save before has failed or the new one cannot start; training may continue.
         """
         arrays = array_entries(state.arrays())
@@ -143,7 +150,7 @@ class Checkpoints:
             arrays=arrays,
             files=(),
             base=base,
-            kept=self.kept(),
+            kept=kept or Kept(),
         )
         # A regular exit waits until the step is finished.
         self._last = self._thread.submit(self._finish, listing)

@@ -27,11 +27,11 @@ from ..run.hooks import held_out_means
 from ..run.identity import Resume, check_data
 from ..run.load import load_model
 from ..run.opened import opened_data
-from ..run.replay import digest_of_arrays
-from ..run.start import Feed
 from ..settings.command_line import add_model, whole_number
 from ..settings.drawing import EvalConfig
 from ..settings.sections import is_installed
+from ..setup.feed import Feed
+from ..step.state import digest_of_arrays
 
 _NATS = "nats per token"
 """The unit of the trainer's own loss, which alone has a perplexity."""

@@ -22,6 +22,7 @@ from ..models.config import ModelConfig
 from ..models.decoder import build
 from ..records.console import Screen
 from ..setup import Setup, prepare
+from ..setup.feed import eval_batch_of
 from ..setup.published import open_published
 from ..verify.compare import is_verified
 from ..weights.described import Described
@@ -29,7 +30,6 @@ from ..weights.load import open_files
 from ..weights.safetensors import has_weights
 from .identity import check_weights
 from .opened import evaluations_of, opened_data
-from .start import eval_batch_of
 
 
 def check_placement(run: Run) -> Setup:

@@ -47,8 +47,7 @@ from ..weights.adapters import common_section
 from ..weights.origin import ORIGIN
 from .api import listed, own_code, start_jax_here
 from .folder import CONFIG
-from .replicas import restored_of_one
-from .start import saved_params
+from .restored import restored_of_one, saved_params
 
 _PUBLISHED = "hf:"
 _ALONE = ("rules=null", "mesh={data: 1}", "pipeline=null", "sync=null")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,12 +27,12 @@ from ..processes.processes import agree_on_input, number_of_processes
 from ..records.console import Screen
 from ..records.summary import describe_data
 from ..setup import Setup, prepare
+from ..setup.feed import eval_batch_of, local_rows
 from ..setup.fit import compiled_to_fit, with_remat
 from ..setup.published import base_shapes
 from .hooks import Evaluations, Hook, open_evaluations, open_hooks
+from .hooks.evaluator import TaskMetrics
 from .identity import Resume, check_data
-from .loop import TaskMetrics
-from .start import eval_batch_of, local_rows
 
 
 def opened_data(run: Run) -> Data:
@@ -42,6 +43,24 @@ def opened_data(run: Run) -> Data:
         source = open_own(data, run.code, run.where, **sizes, seed=seed)
         return open_own_data(source, data, seed=seed, processes=number_of_processes())
     return open_data(data, **sizes, seed=seed, cache_dir=folder / "data", where=run.where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """The program and the data of a run, and what is called while it trains. reference: as in `Kept`."""
+
+    setup: Setup
+    data: Data
+    tasks: TaskMetrics | None
+    evaluations: Evaluations | None
+    hooks: Sequence[Hook]
+    reference: Mapping[str, Any] | None = None
+
+
+def open_all(run: Run, resume: Resume) -> Opened:
+    """Opens all of a run that may be wrong. Raises InputError, on all processes."""
+    setup, data = open_run(run, resume)
+    return Opened(setup=setup, data=data, tasks=open_tasks(setup), evaluations=evaluations_of(setup, data.eval_parts), hooks=hooks_of(run))
 
 
 def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:

@@ -35,15 +35,15 @@ from ..files.streams import say
 from ..journal.rows import read_metrics
 from ..records.console import Screen
 from ..setup import Setup
+from ..setup.feed import Feed
 from ..step.objective import mean_of_parts
-from ..step.state import State
+from ..step.state import State, digest_of_arrays
 from .identity import Resume
 from .opened import open_run
-from .start import Feed, Start, restore_state
+from .restored import restore_state
+from .start import Start
 
 _WORST = 5
-_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
-"""By the bytes of an element, the words that a checksum adds up."""
 _OUTLIER = 6.0
 """A loss is extreme if it lies this many standard deviations above the mean of the losses it is compared with."""
 
@@ -199,18 +199,6 @@ def _sample_losses(setup: Setup, state: State, batches: Iterable[dict[str, jax.A
     # Replicated, so that each process can read the losses of all samples.
     compiled = jax.jit(rows, out_shardings=setup.storage.model.replicated())
     return [np.asarray(compiled(setup.last_params(state), setup.eval_variables(state), batch)) for batch in batches]
-
-
-@jax.jit
-def digest_of_arrays(tree: Any) -> jax.Array:
-    """A checksum of all arrays of a tree, uint32[]. Integer sums do not depend on their order, so any mesh gives the same."""
-    words = [
-        jnp.sum(jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize]).astype(jnp.uint32))
-        for x in (x.astype(jnp.uint8) if x.dtype == bool else x for x in jax.tree.leaves(tree))
-    ]
-    # Odd factors, so that two arrays cannot be exchanged unnoticed, and no factor maps two different sums to the same value.
-    weighted = [word * jnp.uint32(2 * i + 1) for i, word in enumerate(words)]
-    return jnp.sum(jnp.stack(weighted), dtype=jnp.uint32)
 
 
 def _logged_losses(folder: Path) -> dict[int, float | None]:

@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
 from ..checkpoint.checkpoint import Checkpoints, SaveError
+from ..checkpoint.manifest import Kept
 from ..checkpoint.restore import first_line
 from ..data.batches import Data
 from ..data.mapped import DataChangedError
@@ -33,7 +35,7 @@ from ..records.progress import Progress, SkippedError
 from ..records.records import Records
 from ..settings.command_line import may_have_fewer
 from ..setup import Setup
-from .hooks import HookError
+from .hooks import Evaluations, HookError
 from .start import Position
 
 _LAST_SECONDS = 600.0
@@ -46,7 +48,11 @@ _SOONER = 0.1
 
 @dataclass
 class Saves:
-    """The saves of one start of a run. step: the step from which it trains. phase(name, **details): as in `train.run.start`."""
+    """The saves of one start of a run.
+
+    step: the step from which it trains. phase(name, **details): as in `train.run.start`. evaluations, reference: what a checkpoint has
+    beside its arrays; see `Kept`.
+    """
 
     setup: Setup
     data: Data
@@ -55,6 +61,8 @@ class Saves:
     records: Records
     phase: Callable[..., AbstractContextManager[None]]
     step: int
+    evaluations: Evaluations | None = None
+    reference: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self._begun, self._saved, self._is_wanted = time.monotonic(), self.step, False
@@ -140,9 +148,13 @@ class Saves:
         # A state that was trained on samples of a changed file must never become a checkpoint.
         self.data.check()
         state = position.state if position.base is None else replace(position.state, frozen={})
-        data = self.data.stored(position.samples)
-        self.checkpoints.save(self.setup.to_save(state), position.step, position.samples, position.phase, position.base, data)
+        data, place = self.data.stored(position.samples), (position.step, position.samples, position.phase)
+        self.checkpoints.save(self.setup.to_save(state), *place, position.base, data, self._kept(position.kept))
         self._saved, self._failure = position.step, None
+
+    def _kept(self, kept: Kept) -> Kept:
+        kept = kept if self.evaluations is None else replace(kept, evaluations=self.evaluations.stored())
+        return kept if self.reference is None else replace(kept, reference=self.reference)
 
     def _wait(self, share: float) -> None:
         self._next = float("inf") if self._minutes is None else time.monotonic() + share * 60 * self._minutes

@@ -1,18 +1,20 @@
-"""Where training begins: the state that a run starts from, and the batches of data from that position on.
+"""Where training begins: the state that a run starts from.
 
 A run may be started any number of times with the same command, by a scheduler that knows nothing about it, and must find its own way.
 So the order is fixed: the run's own checkpoints come first; only a run that has none uses `--resume PATH`, and only without that a fresh
 state is made, into which `checkpoint.weights` may put another run's parameters and statistics. With this order a second start with
 `--resume PATH` continues the run instead of beginning once more from PATH. Another run's folder is only ever read.
 
-The invariants: all processes start from the same step (`train.checkpoint.saved` sees to that), and the same rows reach the model on every
-mesh and with any number of processes, so a run that resumes neither repeats nor skips one.
+The invariant: all processes start from the same step (`train.checkpoint.saved` sees to that).
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,34 +22,36 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding
 
-from jgt import path_text
 from jgt.document import InputError
 
 from ..checkpoint.checkpoint import Checkpoints
 from ..checkpoint.manifest import Base, Kept
-from ..checkpoint.restore import restore, without_keys
+from ..checkpoint.restore import without_keys
 from ..checkpoint.saved import SavedStep, Search, UnusableError, search_elsewhere, stored_data
 from ..checkpoint.signature import read_key
-from ..data.batches import Data
+from ..evaluate.reference import SCORES, checksum, reference_of, with_reference
 from ..files.bucket import is_url, place_of
 from ..files.cache import local_folder
 from ..files.streams import say
 from ..models.config import ModelConfig
+from ..records.summary import duration_text
+from ..settings.sections import DPO
 from ..setup import Setup
-from ..setup.published import base_shapes, published_params
-from ..step.state import OPTIONAL, State
+from ..setup.published import published_params
+from ..step.state import State, digest_of_arrays
 from ..step.trained import merged
 from ..weights.adapt.adapters import factors_of
-from ..weights.base import agreed, base_in, inherited_base, restored_frozen, restored_params, resumed_base
+from ..weights.base import agreed, base_in, inherited_base, resumed_base
 from ..weights.safetensors import has_weights
 from .identity import Resume, check_adapters, check_model, check_origin
-from .replicas import check_phase, lifted_shapes, restored_of_one, saved_replicas, with_replicas
+from .opened import Opened
+from .restored import restore_state, restored_of_one, saved_params
+from .session import Session
 
 _Restored = TypeVar("_Restored")
+_QUICK_SECONDS = 5.0
+"""A compilation that takes longer is announced."""
 
 
 def _new_id() -> str:
@@ -203,132 +207,51 @@ class Start:
                 raise
 
 
-def saved_params(setup: Setup, saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
-    """Parameters of a checkpoint, whichever of them were frozen, and packed or not. Raises InputError if they do not fit."""
-    adapters, base = setup.program.adapters, saved.manifest.base
-    stored = {entry.path.partition("/")[2]: entry.dtype for entry in (*saved.manifest.arrays, *(() if base is None else base.arrays))}
+class Compiling:
+    """The step, compiled by a thread. Only XLA works there: the trace is finished when this is made."""
 
-    def as_stored(path: Any, x: Any) -> Any:
-        packing, dtype = None if adapters is None else adapters.packing_of(path_text(path)), stored.get(path_text(path), "uint8")
-        return x if packing is None or dtype == "uint8" else jax.ShapeDtypeStruct(packing.unpacked(x.shape), dtype)
+    def __init__(self, setup: Setup, session: Session):
+        self._say, self._begun = session.screen.say, time.perf_counter()
+        with session.phase("trace"):
+            lowered = None if setup.compiled is not None else setup.lower_train_step()
+        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
+        try:
+            self._future = pool.submit(setup.compile_train_step, lowered)
+        finally:
+            pool.shutdown(wait=False)
 
-    wanted = jax.tree.map_with_path(as_stored, shapes)
-    params = restored_params(saved, wanted, shardings, model=setup.run.config.model, whole=base_shapes(setup), cast=cast)
-    return params if adapters is None else adapters.packed_params(params, shardings)
+    def result(self) -> jax.stages.Compiled:
+        """The compiled step. Says when it takes long."""
+        if not wait([self._future], _QUICK_SECONDS).done:
+            self._say("Compiling the step ...")
+            self._future.result()
+            self._say(f"Compiled the step in {duration_text(time.perf_counter() - self._begun)}")
+        return self._future.result()
 
 
-def restore_state(setup: Setup, saved: SavedStep, allow: Sequence[str] = ()) -> State:
-    """The state of a checkpoint, laid out for this run. Raises InputError if it does not fit.
+def with_scored_pairs(opened: Opened, session: Session, *, has_begun: bool) -> Opened:
+    """The run, whose pairs of answers have their log-probabilities under the model before the first step; with `Kept.reference`.
 
-    Between two starts train.skip_spikes may be switched on, or its window changed: the window then starts empty. An average that is
-    switched on starts at the parameters. Late gradients, and the momentum of the outer step, start at zero. allow: as in `Resume`.
+    Raises InputError if they have to be computed again, and the run would begin with another model now.
     """
-    before, now = saved_replicas(saved), 0 if setup.phases is None else setup.phases.replicas.count
-    check_phase(setup.run.where, saved, now)
-    if before == now:
-        shapes, shardings = setup.saved_shapes, setup.saved_shardings
-    else:
-        shapes, shardings = setup.saved_of_one
-        if before:
-            shapes, shardings = lifted_shapes(shapes, shardings, before, momentum=setup.shapes.momentum is not None)
-    absent, cast = _absent(saved, shapes), setup.run.config.checkpoint.cast
-    frozen: dict[str, Any] = {}
-    if saved.manifest.base is not None:
-        places, model, whole = (shapes.frozen, shardings.frozen), setup.run.config.model, base_shapes(setup)
-        frozen = {"frozen": restored_frozen(saved, *places, model=model, whole=whole, cast=cast, allow=allow)}
-        shapes, shardings = replace(shapes, frozen={}), replace(shardings, frozen={})
-    state = restore(saved, replace(shapes, **absent), replace(shardings, **absent), cast=cast)
-    state = replace(state, **frozen)
-    state = setup.from_saved(state if before == now else with_replicas(setup, state, has_replicas=before > 0))
-    state = replace(state, **_first_values(setup, [name for name in absent if name != "average"]))
-    return setup.with_average(state) if "average" in absent else state
+    setup, data = opened.setup, opened.data
+    if setup.run.config.train.loss != DPO or not data.pairs:
+        return opened
+    # Silent: what the run begins with is said when it begins.
+    start = Start(setup, data.fingerprint, lambda name, **details: contextlib.nullcontext(), lambda line: None)
+    known, file = dict(reference_of(setup.run) if has_begun else {}), setup.run.config.run.path / SCORES
 
+    def first() -> State:
+        position = start.fresh()
+        state, was = position.state, {**known}
+        model = setup.model_params(setup.eval_params(state)), setup.eval_variables(state)
+        known.update(origin=position.origin, model=int(digest_of_arrays(model)))
+        if was.get("model", known["model"]) != known["model"]:
+            why = f"is lost or damaged, and {position.origin} has other parameters than {was.get('origin')} had when it was computed"
+            raise InputError([f"{file}: {why}. Put the file or those parameters back, or begin another run (run.name=...)"])
+        return state
 
-def _absent(saved: SavedStep, shapes: State) -> dict[str, None]:
-    """The optional parts of a state that a checkpoint lacks, or has in another shape."""
-    entries = {entry.path: entry.shape for entry in saved.manifest.arrays}
-    wanted = {path_text(path): x.shape for path, x in jax.tree.leaves_with_path(shapes)}
-    missing = {path.partition("/")[0] for path, shape in wanted.items() if entries.get(path) != shape}
-    return dict.fromkeys(OPTIONAL & missing)
-
-
-def _first_values(setup: Setup, names: Sequence[str]) -> dict[str, Any]:
-    """The values of optional parts of a state before the first step: NaN for losses, otherwise zero."""
-    shapes, shardings = ({name: getattr(tree, name) for name in names} for tree in (setup.shapes, setup.shardings))
-
-    def first() -> dict[str, Any]:
-        values = {name: jnp.nan if name == "losses" else 0 for name in names}
-        return {name: jax.tree.map(partial(jnp.full_like, fill_value=values[name]), part) for name, part in shapes.items()}
-
-    return jax.jit(first, out_shardings=shardings)()
-
-
-def eval_batch_of(data: Data, setup: Setup) -> int:
-    """The rows of a batch of an evaluation, whose program is traced. Raises InputError if there are too few samples, or if it fails."""
-    batch, is_whole, count = setup.run.config.train.batch, setup.objective.is_of_whole_batches, data.eval_sequences
-    # Held-out data without padding is read in batches that leave out few of its samples, and that mesh and pipeline still divide.
-    multiple = setup.eval_multiple
-    rows = batch if is_whole else data.eval_batch(batch, multiple)
-    few = f"{setup.run.where('data')}: data.source: {count} held-out samples are fewer than"
-    if is_whole and 0 < count < batch:
-        why = f"a batch of {batch}, which the loss compares with each other"
-        raise InputError([f"{few} {why}. Hold out more, or none, or lower train.batch"])
-    if not data.pads and 0 < count < multiple:
-        parts = " times the microbatches of the pipeline" if setup.run.pipeline is not None else ""
-        source = getattr(setup.run.config.data, "source", "")
-        raise InputError([f"{few} {multiple}, the devices that split a batch{parts}. Hold out more, or none ({source})"])
-    if count and (rows != batch or setup.program.evaluated is not setup.program.loss):
-        setup.eval_shapes(rows)
-    return rows
-
-
-class Feed:
-    """Reads global batches: dicts of arrays [batch, ...], laid out as the setup says. Each process reads its devices' rows."""
-
-    def __init__(self, data: Data, setup: Setup):
-        self._data, self._shardings, self._element = data, setup.batch_shardings, setup.program.element
-        self._batch, self._order = setup.run.config.train.batch, setup.row_order
-        self.eval_batch = eval_batch_of(data, setup)
-
-    def train(self, samples: int) -> Iterator[dict[str, jax.Array]]:
-        """Training batches without end, after the first `samples` sequences of the training data. Of a stream, returns when it is there."""
-        rows = self._rows(self._batch)
-        batches = self._data.train_batches(samples, self._batch, rows)
-        return (self._global(local, self._batch, rows) for local in batches)
-
-    def evaluation(self, max_batches: int | None, part: str | None = None) -> Iterator[dict[str, jax.Array]]:
-        """The held-out samples, of one part or of all, once, in order; of each part at most `max_batches` batches of `eval_batch` rows."""
-        rows = self._rows(self.eval_batch)
-        for local in self._data.eval_batches(self.eval_batch, rows, max_batches, part=part):
-            yield self._global(local, self.eval_batch, rows)
-
-    def held_out(self, max_batches: int | None) -> dict[str, Iterator[dict[str, jax.Array]]]:
-        """The held-out samples of each part, as `evaluation` reads them."""
-        return {part: self.evaluation(max_batches, part) for part in self._data.eval_parts}
-
-    def _rows(self, batch: int) -> list[int]:
-        needed = [local_rows(sharding, (batch, *self._element[name].shape)) for name, sharding in self._shardings.items()]
-        return sorted({row for rows in needed for row in rows})
-
-    def _global(self, local: Mapping[str, np.ndarray], batch: int, rows: Sequence[int]) -> dict[str, jax.Array]:
-        # `local` has this process's rows one after another. They need not be neighbours in the global batch.
-        place = {row: i for i, row in enumerate(rows)}
-        if self._order is not None:
-            ordered = {name: x[..., self._order] if x.shape[-1:] == self._order.shape else x for name, x in local.items()}
-            local = {**ordered, "positions": np.broadcast_to(self._order, local["inputs"].shape)}
-
-        def array(name: str, sharding: NamedSharding) -> jax.Array:
-            def part(index: Any) -> np.ndarray:
-                # [local rows, ...] → [rows of one device, its part of the other dims]
-                return local[name][[place[row] for row in range(*index[0].indices(batch))]][(slice(None), *index[1:])]
-
-            return jax.make_array_from_callback((batch, *self._element[name].shape), sharding, part, dtype=local[name].dtype)
-
-        return {name: array(name, sharding) for name, sharding in self._shardings.items()}
-
-
-def local_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> list[int]:
-    """The rows of a global [batch, ...] array that this process's devices need, in order."""
-    # Not batch / processes, because devices of several processes may hold the same rows.
-    indices = sharding.addressable_devices_indices_map(shape).values()
-    return sorted({row for index in indices if index is not None for row in range(*index[0].indices(shape[0]))})
+    with session.phase("eval", step=0, what="reference"):
+        session.watch.begin_unlimited("scoring pairs of answers with the model before the first step")
+        data = with_reference(setup, data, first, session.screen.say, has_begun=has_begun)
+    return replace(opened, data=data, reference={**known, "sha256": checksum(file)})

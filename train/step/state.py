@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 import optax
 
 Tree = optax.Params
@@ -16,6 +17,8 @@ Tree = optax.Params
 
 OPTIONAL = frozenset(("losses", "average", "anchor", "momentum", "waiting"))
 """The parts of a state that some runs lack."""
+_WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+"""By the bytes of an element, the words that a checksum adds up."""
 
 
 @jax.tree_util.register_dataclass
@@ -44,3 +47,15 @@ class State:
     def arrays(self) -> dict[str, Tree]:
         """The parts that contain arrays, by name."""
         return {name: part for name, part in vars(self).items() if jax.tree.leaves(part)}
+
+
+@jax.jit
+def digest_of_arrays(tree: object) -> jax.Array:
+    """A checksum of all arrays of a tree, uint32[]. Integer sums do not depend on their order, so any mesh gives the same."""
+    words = [
+        jnp.sum(jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize]).astype(jnp.uint32))
+        for x in (x.astype(jnp.uint8) if x.dtype == bool else x for x in jax.tree.leaves(tree))
+    ]
+    # Odd factors, so that two arrays cannot be exchanged unnoticed, and no factor maps two different sums to the same value.
+    weighted = [word * jnp.uint32(2 * i + 1) for i, word in enumerate(words)]
+    return jnp.sum(jnp.stack(weighted), dtype=jnp.uint32)

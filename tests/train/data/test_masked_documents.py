@@ -20,10 +20,10 @@ from train.data.opening import open_data
 from train.generate.generate import sample_text
 from train.models.config import ModelConfig
 from train.models.decoder import build
-from train.run.start import Feed
 from train.run.train import train
 from train.settings.code.files import read_code
 from train.setup import prepare
+from train.setup.feed import Feed
 from train.step.loss import make_loss
 
 RULES = Path(__file__).parents[3] / "configs" / "rules"

@@ -50,7 +50,7 @@ plain = loop.Loop.{method}
 
 def killed(self, *arguments, **named):
     found = plain(self, *arguments, **named) if {after} else None
-    if self._position.step == {step}:
+    if self.position.step == {step}:
         while {waits} and not Path({run!r}, "checkpoints", "{step}").exists():
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGKILL)

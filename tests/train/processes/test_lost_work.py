@@ -18,7 +18,7 @@ STEPS, BAD = 60, 20
 RULES = "rules={axes: {batch: [data]}, default: replicate}"
 DATA_FAILS = f"""
 import pathlib
-from train.run.start import Feed
+from train.setup.feed import Feed
 
 plain, mark = Feed.train, pathlib.Path("MARK")
 
@@ -33,17 +33,17 @@ Feed.train = batches
 """
 EVALUATION_FAILS = f"""
 import pathlib
-from train.run.loop import Loop
+from train.run.hooks.evaluator import Evaluator
 
-plain, mark = Loop._evaluate, pathlib.Path("MARK")
+plain, mark = Evaluator.evaluate, pathlib.Path("MARK")
 
-def evaluate(self, state, step):
+def evaluate(self, state, step, metrics):
     if step == {BAD} and not mark.exists():
         mark.touch()
         raise OSError("a bad sample")
-    plain(self, state, step)
+    plain(self, state, step, metrics)
 
-Loop._evaluate = evaluate
+Evaluator.evaluate = evaluate
 """
 
 

@@ -17,10 +17,10 @@ from train.config import load
 from train.processes.cluster import Cluster, cluster_problems, find_cluster, flag_problems
 from train.processes.join import Place
 from train.processes.processes import start_jax
-from train.run.start import local_rows
 from train.run.train import train
 from train.settings.command_line import join_seconds, read_token, whole_number
 from train.setup import prepare
+from train.setup.feed import local_rows
 
 # Each test shares processes that take long to start.
 pytestmark = pytest.mark.slow

@@ -11,9 +11,9 @@ import pytest
 from jgt.document import InputError
 from train.run.identity import Resume
 from train.run.replay import ReplayedStep, judge, replay
-from train.run.start import Feed
 from train.run.train import train
 from train.setup import Setup
+from train.setup.feed import Feed
 
 RULES = Path(__file__).parents[3] / "configs" / "rules"
 NAN = float("nan")

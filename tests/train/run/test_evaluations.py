@@ -16,8 +16,10 @@ from train.checkpoint.saved import find_checkpoint
 from train.checkpoint.steps import Steps
 from train.config import load
 from train.journal.rows import read_metrics
-from train.run import loop
+from train.run.hooks import evaluator
 from train.run.hooks.evaluations import Metric, open_evaluations
+from train.run.hooks.evaluator import Evaluator
+from train.run.loop import Loop
 from train.run.train import train
 from train.settings.code.files import read_code
 from train.setup import prepare
@@ -31,14 +33,14 @@ COMMON = ("data.eval_tokens=2000", "train.steps=16", "train.eval_every=2", "chec
 def known_losses(monkeypatch):
     """Evaluations have these losses."""
     step = [0]
-    evaluate = loop.Loop._evaluate
+    evaluate = Evaluator.evaluate
 
     def _evaluate(self, state, now, metrics):
         step[0] = now
         evaluate(self, state, now, metrics)
 
-    monkeypatch.setattr(loop.Loop, "_evaluate", _evaluate)
-    monkeypatch.setattr(loop, "held_out_means", lambda *_: {"eval_loss": LOSSES[step[0]]})
+    monkeypatch.setattr(Evaluator, "evaluate", _evaluate)
+    monkeypatch.setattr(evaluator, "held_out_means", lambda *_: {"eval_loss": LOSSES[step[0]]})
 
 
 @pytest.mark.parametrize(
@@ -151,15 +153,15 @@ def killed_before_evaluation(monkeypatch):
 
     @contextlib.contextmanager
     def _killed(at):
-        plain = loop.Loop._evaluate_if_due
+        plain = Loop._evaluate_if_due
 
-        def evaluate(self, progress, saves, *made):
-            if self._position.step == at:
+        def evaluate(self, *made):
+            if self.position.step == at:
                 raise KilledError
-            plain(self, progress, saves, *made)
+            plain(self, *made)
 
         with monkeypatch.context() as patch, pytest.raises(KilledError):
-            patch.setattr(loop.Loop, "_evaluate_if_due", evaluate)
+            patch.setattr(Loop, "_evaluate_if_due", evaluate)
             yield
 
     return _killed
@@ -196,7 +198,7 @@ def test_an_evaluation_is_made_up_for(tiny_file, code, killed_before_evaluation,
 
 def test_tasks_are_made_up_for(tiny, killed_before_evaluation, monkeypatch, tmp_path):
     """Beside a row of the evaluation on held-out data of the same step, and alone."""
-    monkeypatch.setattr("train.run.train.open_tasks", lambda setup: lambda state, step: {"eval_acc/a": step / 100})
+    monkeypatch.setattr("train.run.opened.open_tasks", lambda setup: lambda state, step: {"eval_acc/a": step / 100})
     for eval_tokens in (0, 2000):
         run = tiny(f"data.eval_tokens={eval_tokens}", f"run.dir={tmp_path / str(eval_tokens)}", "train.steps=4", "eval.every=2")
         run = replace(run, config=replace(run.config, checkpoint=replace(run.config.checkpoint, every=2)))

@@ -8,8 +8,8 @@ import pytest
 from steps import step_of
 
 from train.records.progress import SkippedError
-from train.run.start import Feed
 from train.run.train import train
+from train.setup.feed import Feed
 from train.step.state import State
 
 

@@ -15,8 +15,9 @@ from jgt.document import InputError
 from train.config import load
 from train.data.opening import open_data
 from train.records.console import describe_storage
-from train.run.start import Feed, restore_state
+from train.run.restored import restore_state
 from train.setup import prepare
+from train.setup.feed import Feed
 
 ROOT = Path(__file__).parents[3]
 RULES = ROOT / "configs" / "rules"

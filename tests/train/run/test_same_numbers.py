@@ -13,8 +13,8 @@ from next_checkpoint import asks_policies, next_checkpoint
 
 from train.config import load
 from train.data.opening import open_data
-from train.run.start import Feed
 from train.setup import prepare
+from train.setup.feed import Feed
 
 MESHES = {
     "replicated": "{data: 8}",

@@ -14,12 +14,14 @@ from train.checkpoint.checkpoint import Checkpoints, SaveError
 from train.checkpoint.saved import find_checkpoint
 from train.checkpoint.steps import Steps
 from train.records.progress import SkippedError
-from train.run.loop import Loop
+from train.run.hooks.evaluator import Evaluator
 from train.run.opened import open_run
+from train.run.restored import restore_state
 from train.run.saves import Saves
-from train.run.start import Feed, Position, restore_state
+from train.run.start import Position
 from train.run.train import train
 from train.settings.sections import CheckpointConfig
+from train.setup.feed import Feed
 
 BAD = 5
 """The step at which a run ends by itself."""
@@ -34,7 +36,7 @@ class BrokenError(Exception):
 @pytest.fixture
 def broken(monkeypatch):
     """Makes a run end by itself at step BAD: by NaN in its batch, by its data, or in an evaluation."""
-    plain_train, plain_evaluate = Feed.train, Loop._evaluate
+    plain_train, plain_evaluate = Feed.train, Evaluator.evaluate
 
     @contextmanager
     def _broken(kind):
@@ -51,7 +53,7 @@ def broken(monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(Feed, "train", batches)
-            patch.setattr(Loop, "_evaluate", evaluate)
+            patch.setattr(Evaluator, "evaluate", evaluate)
             yield
 
     return _broken

@@ -11,10 +11,11 @@ from steps import step_of
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.restore import restore
 from train.records.progress import SkippedError, StepResult, UpdateGuard
-from train.run.start import Feed, restore_state
+from train.run.restored import restore_state
 from train.run.train import train
 from train.settings.sections import SpikesConfig, TrainConfig
 from train.setup import prepare
+from train.setup.feed import Feed
 from train.step.state import State
 from train.step.step import StepFeatures
 

@@ -13,7 +13,8 @@ from train.checkpoint.saved import find_checkpoint
 from train.config import load
 from train.run.identity import Resume
 from train.run.opened import open_run
-from train.run.start import Start, restore_state
+from train.run.restored import restore_state
+from train.run.start import Start
 from train.run.train import train
 from train.settings.code.files import read_code
 

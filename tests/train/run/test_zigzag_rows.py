@@ -11,8 +11,8 @@ import jgt
 from jgt.document import InputError
 from train.config import load
 from train.data.opening import open_data
-from train.run.start import Feed
 from train.setup import prepare
+from train.setup.feed import Feed
 
 RULES = Path(__file__).parents[3] / "configs" / "rules"
 SPLIT = (f"rules={RULES / 'context.yaml'}", "mesh={data: 2, fsdp: 1, seq: 4, tensor: 1}")

@@ -16,9 +16,10 @@ from runs import flags, run_both
 from jgt.schedule.schedules import SCHEDULES
 from train.config import load
 from train.data.opening import open_data
-from train.run.start import Feed, restore_state
+from train.run.restored import restore_state
 from train.run.train import train
 from train.setup import prepare
+from train.setup.feed import Feed
 
 CONFIG = Path(__file__).parents[3] / "configs" / "pipeline.yaml"
 STEPS = 20

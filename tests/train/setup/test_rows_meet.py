@@ -153,7 +153,7 @@ def test_a_loss_whose_rows_stay_apart_is_the_same_in_parts(code, loss, tmp_path)
 )
 def test_an_evaluation_gets_whole_batches_only_where_rows_meet(code, loss, held_out, rows):
     from train.run.opened import open_run
-    from train.run.start import Feed
+    from train.setup.feed import Feed
 
     # Batch norm takes its running statistics in an evaluation, so its rows do not meet there.
     setup, data = open_run(run_of(code, loss, f"data.held_out={held_out}"))

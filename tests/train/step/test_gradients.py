@@ -15,8 +15,8 @@ from jgt.planner.hlo.text import Module
 from train.config import load
 from train.data.opening import open_data
 from train.plan.make import make_plan
-from train.run.start import Feed
 from train.setup import prepare
+from train.setup.feed import Feed
 from train.setup.layout import mesh_layout
 
 RULES = Path(__file__).parents[3] / "configs" / "rules"

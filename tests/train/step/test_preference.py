@@ -14,9 +14,9 @@ from jgt.document import InputError
 from train.config import load
 from train.data.opening import open_own_data
 from train.data.own import open_own
-from train.run.start import Feed
 from train.settings.code.files import read_code
 from train.setup import prepare
+from train.setup.feed import Feed
 from train.step.preference import orpo_loss
 
 SEQ, VOCAB, BETA = 16, 32, 0.3

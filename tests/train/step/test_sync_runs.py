@@ -16,7 +16,8 @@ from train.checkpoint.saved import find_checkpoint
 from train.checkpoint.steps import Steps
 from train.config import load
 from train.run.identity import Resume
-from train.run.start import Start, restore_state
+from train.run.restored import restore_state
+from train.run.start import Start
 from train.run.train import train
 from train.settings.command_line import FEWER
 from train.setup import prepare
