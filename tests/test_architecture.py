@@ -353,6 +353,40 @@ def test_only_the_checkpoint_knows_orbax():
     assert offenders("train", "orbax", allowed=["train/checkpoint/files.py", "train/checkpoint/restore.py"]) == []
 
 
+def called(path):
+    """The calls in a file: `json.loads` for a function of a module, and `.rename(x)` for a method of one argument."""
+    for node in ast.walk(rooms.tree_of(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if isinstance(node.func.value, ast.Name):
+                yield f"{node.func.value.id}.{node.func.attr}"
+            if len(node.args) == 1 and not node.keywords:
+                yield f".{node.func.attr}(x)"
+
+
+OWNERS = [
+    # Others parse what this process or its own child has written a moment before, and never a file of someone else.
+    ("json.loads", "files/json_text.py", "checkpoint/manifest.py", "commands/evaluate.py", "data/own/shard.py", "export/form.py"),
+    ("json.loads", "files/json_text.py", "data/chat/sandbox.py", "data/chat/template.py", "processes/processes.py"),
+    # A line of a connection, whose reader refuses any error; and files of a run directory that the same start has just checked.
+    ("json.loads", "files/json_text.py", "processes/join.py", "run/history.py", "run/identity.py"),
+    ("fcntl.flock", "files/locks.py"),
+    # A sealed file and encoded text have temporary names of their own: the file's may be as long as names can be, or is not known yet.
+    (".replace(x)", "files/disk.py", "files/sealed.py", "data/encoded.py"),
+    # Folders, and files that are put aside.
+    (".rename(x)", "files/disk.py", "files/cache.py", "checkpoint/steps.py", "evaluate/answers.py", "export/exports.py"),
+    (".rename(x)", "files/disk.py", "run/folder.py", "run/history.py", "weights/origin.py", "weights/writing.py"),
+]
+
+
+def test_one_file_owns_each_mechanism():
+    for call in {row[0] for row in OWNERS}:
+        allowed = {f"train/{name}" for row in OWNERS if row[0] == call for name in row[1:]}
+        users = {str(path.relative_to(ROOT)) for path in modules("train") if call in called(path)}
+        assert users <= allowed, (call, users - allowed)
+    users = [path for path in modules("train") if any(text == "XDG_CACHE_HOME" for text in constants(path))]
+    assert users == [ROOT / "train" / "files" / "disk.py"]
+
+
 def test_only_the_data_knows_grain():
     assert offenders("train", "grain", allowed=["train/data"]) == []
 

@@ -25,7 +25,8 @@ from typing import Any, TypeVar
 
 from jgt.document import shown
 
-from ..files.disk import kind, patiently, sync
+from ..files.disk import kind, patiently, replaced, sync
+from ..files.json_text import NestedError, json_value
 from ..settings.sections import MAX_BATCH
 from .signature import FIELD, Key
 
@@ -149,16 +150,14 @@ class UnsignedError(Exception):
 
 def write(folder: Path, manifest: Manifest, key: Key | None = None) -> None:
     """Writes the manifest, signed if there is a key. It is either complete or absent at any moment, and on disk when this returns."""
-    path, new = folder / NAME, folder / f"{NAME}.new"
     values = sealed(as_json(manifest))
     if key is not None:
         values[FIELD] = key.sign(values)
-    with new.open("w", encoding="utf-8") as file:
+    with replaced(folder / NAME, is_of_run=True) as new, new.open("w", encoding="utf-8") as file:
         json.dump(values, file, indent=1)
         file.flush()
         # Before the rename: a file system may put the name on disk before the content, and a power failure between would leave it empty.
         os.fsync(file.fileno())
-    new.replace(path)
     sync(folder)
 
 
@@ -200,13 +199,13 @@ def read(folder: Path, key: Key | None = None) -> Manifest:
 def parse(content: bytes, key: Key | None = None) -> Manifest:
     """The manifest in a file or an object. Raises BrokenError or UnsignedError."""
     try:
-        values = _check_kind(dict, json.loads(content))
+        values = _check_kind(dict, json_value(content))
         if problem := None if key is None else key.problem(values):
             raise UnsignedError(problem)
         if values.get("format") == FORMAT and values[_CHECKSUM] != _checksum(values):
             raise BrokenError(f"{NAME} has other content than was written (checksum)")
         return _parse(values)
-    except RecursionError:
+    except (NestedError, RecursionError):
         raise BrokenError(f"{NAME} is damaged: it is nested too deeply") from None
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BrokenError(f"{NAME} is damaged: {shown(f'{type(error).__name__}: {error}', MAX_PATH, quotes=False)}") from None

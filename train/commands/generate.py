@@ -13,6 +13,7 @@ from typing import Any
 from jgt import CommandParser
 from jgt.document import InputError, nearest, shown
 
+from ..files.json_text import read_object
 from ..generate.chat import Chat
 from ..generate.generate import Completion, Generator
 from ..generate.text import terminal_text
@@ -131,12 +132,8 @@ def _prompts_of(file: Path, is_chat: bool, adapters: Collection[str], problems: 
     """The prompts of a file of JSON lines: texts or tokens; of a chat, texts or messages. Each has the adapter that its line names."""
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
-            try:
-                found = json.loads(line)
-            except ValueError:
-                found = None
+            found = read_object(line) or {}
             name, kind = ("messages", dict) if is_chat else ("tokens", int)
-            found = found if isinstance(found, dict) else {}
             prompt = found.get("prompt", found.get(name))
             if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(one) is kind for one in prompt)):
                 if (adapter := found.get("adapter")) not in (None, *adapters):

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from jgt.document import shown
 
+from ..files.json_text import json_value
 from .documents import MAX_LINE_BYTES, Record
 from .packed import TextError, is_too_much
 
@@ -38,7 +39,7 @@ def read_rows(path: Path, columns: Collection[str]) -> Iterator[Record | TextErr
     """
     texts = _texts(path, "Parquet", _parquet_tables(path, columns), _row_text)
     for number, text in enumerate(texts, 1):
-        yield text if isinstance(text, TextError) else (f"{path}: row {number}", json.loads(text, object_pairs_hook=without_nulls))
+        yield text if isinstance(text, TextError) else (f"{path}: row {number}", json_value(text, without_nulls))
 
 
 def _texts(path: Path, kind: str, arrays: Iterator[Any], text_of: Callable[[str, Any], str | TextError]) -> Iterator[str | TextError]:

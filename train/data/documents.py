@@ -22,6 +22,7 @@ from typing import Any
 
 from jgt.document import Node, shown
 
+from ..files.json_text import NestedError, json_value
 from .packed import TextError, read_blocks
 
 Record = tuple[str, dict[str, Any]]
@@ -114,7 +115,7 @@ def _array(path: Path) -> Iterator[Record | TextError]:
     """The objects of a file that is one array, which is read whole."""
     text = b"".join(read_blocks(path)).removeprefix(codecs.BOM_UTF8)
     try:
-        items = {f"{path}: item {number}": json.dumps(item).encode() for number, item in enumerate(json.loads(text))}
+        items = {f"{path}: item {number}": json.dumps(item).encode() for number, item in enumerate(json_value(text))}
     except (ValueError, RecursionError):
         items = {str(path): text}
     yield from itertools.starmap(_object, items.items())
@@ -122,11 +123,10 @@ def _array(path: Path) -> Iterator[Record | TextError]:
 
 def _object(where: str, line: bytes) -> Record | TextError:
     try:
-        document = json.loads(line.decode("utf-8"))
+        document = json_value(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return TextError(f"{where}: not UTF-8: byte {line[error.start]:#04x} at offset {error.start} of the line")
-    except RecursionError:
-        # Python's JSON parser recurses once per level of nesting.
+    except NestedError:
         return TextError(f"{where}: the JSON is nested too deeply")
     except ValueError as error:
         return TextError(f"{where}: not valid JSON: {error}. Write one JSON object in each line, or one array of them in a .json file")

@@ -13,7 +13,6 @@ the next start removes. A living process holds a lock on its file, which the ker
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -28,6 +27,7 @@ import numpy as np
 
 from jgt.document import InputError
 
+from ..files.locks import lock
 from .files import FileSet
 from .packed import TextError
 from .stream import Stream
@@ -104,8 +104,8 @@ def remove_leftovers(cache_dir: Path) -> None:
         # Not a pipe, which would block. And what cannot be removed, or cannot be locked on this file system, does no harm.
         if path.is_file() and not path.is_symlink():
             with contextlib.suppress(OSError), path.open("r+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
+                if lock(file):
+                    path.unlink()
 
 
 def _token_bytes(
@@ -203,7 +203,7 @@ def _temporary(folder: Path, key: str) -> Any:
         file = tempfile.NamedTemporaryFile(dir=folder, prefix=f"{key}.", suffix=".tmp", delete=False)  # noqa: SIM115
         # A file system without locks: leftovers stay there, too, because none can be locked.
         with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock(file, waits=True)
         # Another start may have removed the file before it was locked.
         if os.fstat(file.fileno()).st_nlink:
             return file

@@ -12,13 +12,14 @@ that no document ends with, and may name it as its end of sequence.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jgt.document import InputError, read_bytes, shown
+
+from ..files.json_text import json_value
 
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 """The names that the end-of-text token may have where no file says it."""
@@ -140,8 +141,8 @@ def _read(file: Path) -> Mapping[str, Any]:
     if not file.is_file():
         return {}
     try:
-        contents = json.loads(read_bytes(file, _MAX_BYTES))
-    except (ValueError, RecursionError) as error:
+        contents = json_value(read_bytes(file, _MAX_BYTES))
+    except ValueError as error:
         raise InputError([f"{file}: is not JSON: {error}"]) from None
     if not isinstance(contents, dict):
         raise InputError([f"{file}: must be a mapping of keys to values"])

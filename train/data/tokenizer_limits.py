@@ -9,11 +9,12 @@ its own.
 from __future__ import annotations
 
 import base64
-import json
 import math
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
+
+from ..files.json_text import json_value
 
 _MOST_BRACKETS, _MOST_QUOTES = 4_000_000, 16_000_000
 """Those of the largest published files are an eighth of it. They bound the memory of a file that is read."""
@@ -30,7 +31,7 @@ def limit_problem(data: bytes) -> str | None:
     if data.count(b"[") + data.count(b"{") > _MOST_BRACKETS or data.count(b'"') > _MOST_QUOTES:
         return f"has more than {_MOST_BRACKETS:,} brackets or {_MOST_QUOTES:,} quotes"
     try:
-        tree = json.loads(data)
+        tree = json_value(data)
         model, decoder = tree.pop("model"), tree.pop("decoder", None)
         # The parts that encode a text run one after another.
         growth = max(_growth(decoder), _growth(tree))

@@ -16,7 +16,7 @@ from ..checkpoint.bucket_steps import SavedStep
 from ..checkpoint.contents import file_entries
 from ..checkpoint.manifest import BrokenError, sealed
 from ..files.disk import write_whole
-from ..journal.rows import read_object_file
+from ..files.json_text import read_object_file
 
 STAMP = "export.json"
 """The file in the folder of an export."""

@@ -15,7 +15,6 @@ but none that a process uses: a cache that cannot hold what is in use would copy
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import math
 import os
@@ -30,6 +29,8 @@ from typing import Any
 from jgt.document import InputError, shown
 
 from .bucket import Bucket, is_url
+from .disk import cache_folder
+from .locks import lock
 from .streams import say
 
 _PIECE_BYTES = 1 << 26
@@ -50,11 +51,11 @@ class ObjectCache:
 
     @property
     def path(self) -> Path:
-        """The folder: `$XDG_CACHE_HOME/jgt/objects`, or `~/.cache/jgt/objects`, if no other is named."""
+        """The folder: `objects` in the user's cache, if no other is named. Raises InputError."""
         if self.folder is not None:
             return Path(self.folder).absolute()
         try:
-            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jgt", "objects").absolute()
+            return cache_folder("objects")
         except RuntimeError:
             raise InputError(["data.cache: this user has no home for copies of objects. Name a folder (data.cache=...)"]) from None
 
@@ -84,11 +85,9 @@ class ObjectCache:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         with (self.path / "fetch.lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not lock(file):
                 say(f"waiting for another process, which copies objects into {self.path}")
-                fcntl.flock(file, fcntl.LOCK_EX)
+                lock(file, waits=True)
             yield
 
     def _fill(self, bucket: Bucket, snapshot: Path, keys: Mapping[str, str], versions: Mapping[str, bytes]) -> None:
@@ -153,27 +152,25 @@ class ObjectCache:
 
     def _snapshots_in_use(self, stack: contextlib.ExitStack) -> Iterator[Path]:
         """The snapshots that a process uses. The locks of the others are held until the stack is closed."""
-        for lock in (self.path / "snapshots").glob("*.lock"):
-            file = stack.enter_context(lock.open("ab"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield lock.with_suffix("")
+        for path in (self.path / "snapshots").glob("*.lock"):
+            file = stack.enter_context(path.open("ab"))
+            if not lock(file):
+                yield path.with_suffix("")
 
 
 @contextlib.contextmanager
-def _in_use_from_now(lock: Path) -> Iterator[None]:
+def _in_use_from_now(path: Path) -> Iterator[None]:
     """Uses a snapshot from now on, unless there is an error inside."""
-    if lock in _in_use:
+    if path in _in_use:
         yield
         return
     with contextlib.ExitStack() as stack:
-        file = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o666)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
         stack.callback(os.close, file)
-        fcntl.flock(file, fcntl.LOCK_SH)
+        lock(file, waits=True, is_shared=True)
         yield
         stack.pop_all()
-        _in_use[lock] = file
+        _in_use[path] = file
 
 
 def _blobs_of(snapshot: Path) -> Iterator[str]:

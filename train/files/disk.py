@@ -83,6 +83,11 @@ def open_file(path: Path) -> IO[bytes]:
     return path.open("rb")
 
 
+def cache_folder(name: str) -> Path:
+    """A folder of the user's cache: `$XDG_CACHE_HOME/jgt/NAME`, or `~/.cache/jgt/NAME`. Raises RuntimeError for a user without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "jgt", name).absolute()
+
+
 def sync_tree(folder: Path) -> None:
     """Writes all files below a folder to disk, then all folders, the innermost first, and last the folder itself."""
     for inner, _, files in os.walk(folder, topdown=False, onerror=_raise):

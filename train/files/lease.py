@@ -23,6 +23,7 @@ from typing import Any
 
 from .bucket import ABSENT, Bucket, ChangedError
 from .ends import InUseError
+from .json_text import read_object
 
 _NAME = "lease.json"
 _CERTAIN = 0.8
@@ -162,10 +163,7 @@ def holder_of(bucket: Bucket) -> Any:
 
 
 def _holder(content: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, RecursionError):
-        values = json.loads(content)
-        return values if isinstance(values, dict) else {}
-    return {}
+    return read_object(content) or {}
 
 
 def _seconds_of(holder: Mapping[str, Any]) -> float:

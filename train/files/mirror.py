@@ -14,7 +14,6 @@ all lines, also those that were not sent. Otherwise the run went on elsewhere, a
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -30,6 +29,9 @@ from typing import Any
 from jgt.document import InputError, shown
 
 from .bucket import Bucket, is_url
+from .disk import replaced
+from .json_text import read_object
+from .locks import lock
 from .streams import say
 
 SPOOL = "spool.json"
@@ -194,7 +196,7 @@ def fill_spool(bucket: Bucket, folder: Path, kept: Collection[str], remove: Call
     # Other processes of this run may have the same folder.
     with (folder / _FILL).open("w") as file:
         with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock(file, waits=True)
         here, there = _parsed(_read(folder / SPOOL)), _there(bucket)
         old = [path for path in folder.iterdir() if path.name not in (*kept, _FILL, SPOOL)]
         if (old and not here) or (here and here.get("url") != bucket.url()):
@@ -239,16 +241,12 @@ def _read(path: Path) -> bytes:
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, RecursionError):
-        values = json.loads(content)
-        return values if isinstance(values, dict) else {}
-    return {}
+    return read_object(content) or {}
 
 
 def _write(folder: Path, values: Mapping[str, Any]) -> None:
-    new = folder / f"{SPOOL}.new"
-    new.write_text(json.dumps(values))
-    new.replace(folder / SPOOL)
+    with replaced(folder / SPOOL, is_of_run=True) as new:
+        new.write_text(json.dumps(values))
 
 
 def _files(folder: Path, is_mine: Callable[[str], bool]) -> Iterator[tuple[str, Path]]:

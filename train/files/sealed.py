@@ -19,6 +19,8 @@ import stat
 from pathlib import Path
 from typing import IO
 
+from .disk import cache_folder
+
 _SEAL_BYTES = hashlib.sha256().digest_size
 
 
@@ -62,10 +64,10 @@ def default_folder() -> Path:
 
     Raises RuntimeError for a user without a home.
     """
-    base, features = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"), platform.processor()
+    base, features = cache_folder("compiled"), platform.processor()
     with contextlib.suppress(OSError, StopIteration):
         features = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features")))
-    return base / "jgt" / "compiled" / f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
+    return base / f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:12]}"
 
 
 def own_folder(folder: Path) -> tuple[Path, bytes]:

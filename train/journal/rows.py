@@ -6,9 +6,7 @@ read of it. Imports neither JAX nor numpy: commands that only read a run use it 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,11 +15,11 @@ from typing import Any
 from jgt import document
 from jgt.document import InputError
 
-from ..files.disk import open_file
+from ..files.disk import open_file, replaced
+from ..files.json_text import LONGEST_LINE, read_object
 
 LOADS = "experts.jsonl"
 """The file with the load of each expert over time. It has a few hundred steps, since a row may have thousands of numbers."""
-_LONGEST_LINE = 1 << 20
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -33,14 +31,8 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """The lines of a file with the objects in them; None for a line that is anything else. Raises OSError."""
     with open_file(path) as file:
         # A longer line is not one that a run wrote. It is read in pieces to bound the memory, and each piece fails to parse.
-        for line in iter(lambda: file.readline(_LONGEST_LINE), b""):
+        for line in iter(lambda: file.readline(LONGEST_LINE), b""):
             yield line, read_object(line)
-
-
-def read_object_file(path: Path) -> dict[str, Any] | None:
-    """The object that a file is; None if it is anything else, or longer than a megabyte. Raises OSError."""
-    with open_file(path) as file:
-        return read_object(file.read(_LONGEST_LINE))
 
 
 def read_tail(path: Path, size: int) -> list[dict[str, Any]]:
@@ -53,30 +45,16 @@ def read_tail(path: Path, size: int) -> list[dict[str, Any]]:
     return [row for line in lines[begin > 0 :] if (row := read_object(line)) is not None]
 
 
-def read_object(line: bytes) -> dict[str, Any] | None:
-    """The JSON object in a line; None if there is anything else."""
-    try:
-        row = json.loads(line)
-    # RecursionError: a damaged line may be a hundred thousand open brackets.
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
-
-
 def forget_rows_after(path: Path, step: int) -> None:
     """Drops the rows of later steps, which a restart trains again: the file has each step once. Raises OSError."""
     if not path.exists():
         return
-    # A rename replaces the file in one step: a restart that is killed here leaves the old file or the new one, never a part.
-    new = path.with_name(f"{path.name}.new")
     try:
-        with new.open("wb") as file:
+        # A restart that is killed here leaves the old file or the new one, never a part.
+        with replaced(path, is_of_run=True) as new, new.open("wb") as file:
             file.writelines(line.rstrip() + b"\n" for line, row in read_lines(path) if row and _has_step(row) and row["step"] <= step)
-        new.replace(path)
     except OSError:
         # Without room for a second file: steps ascend, so the later rows are the end of the file.
-        with contextlib.suppress(OSError):
-            new.unlink()
         lines = itertools.takewhile(lambda item: not (item[1] and _has_step(item[1]) and item[1]["step"] > step), read_lines(path))
         os.truncate(path, sum(len(line) for line, _ in lines))
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import sys
 import threading
@@ -21,9 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..files.json_text import LONGEST_LINE, json_value
 from ..files.streams import StandardStream, say, write_all
-
-_LONGEST_LINE = 1 << 20
 
 
 class Sink:
@@ -131,14 +129,14 @@ class Stdout(io.TextIOBase):
 def _end_last_line(descriptor: int) -> None:
     """Ends the last line of a file if it is open: whole JSON gets its newline, and half of a line is cut off."""
     size = os.fstat(descriptor).st_size
-    begin = max(0, size - _LONGEST_LINE)
+    begin = max(0, size - LONGEST_LINE)
     tail = os.pread(descriptor, size - begin, begin)
     if not tail or tail.endswith(b"\n"):
         return
     last = tail[tail.rfind(b"\n") + 1 :]
     try:
-        json.loads(last)
-    except (ValueError, RecursionError):
+        json_value(last)
+    except ValueError:
         os.ftruncate(descriptor, size - len(last))
     else:
         write_all(descriptor, b"\n")

@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files.disk import write_whole
-from .rows import read_object_file, read_tail
+from ..files.disk import replaced, write_whole
+from ..files.json_text import read_object_file
+from .rows import read_tail
 from .sink import Sink
 from .timeline import Timeline
 
@@ -151,14 +152,5 @@ class Status:
         self._sink.put(json.dumps({**fixed, **self._timeline.figures, **now, "row": self._timeline.open_row()}, default=str))
 
     def _replace(self, text: str) -> None:
-        new = self._path.with_name(f"{self._path.name}.new")
-        try:
-            # A stranger's directory may have a link of this name.
-            new.unlink(missing_ok=True)
-            with new.open("x") as file:
-                file.write(text)
-            new.replace(self._path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                new.unlink()
-            raise
+        with replaced(self._path, is_of_run=True) as new, new.open("x") as file:
+            file.write(text)

@@ -8,7 +8,6 @@ it from there, and one on other devices searches again.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ from jgt.planner import Target
 
 from ..config import Config, Run
 from ..files.disk import write_whole
+from ..files.json_text import read_object
 from ..run.folder import CHOICE
 from .make import answer
 from .search.plans import Plans, RunFile, in_process, plans_folder
@@ -134,8 +134,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     """The layout of an earlier start; None if there is none. Raises InputError if the file is damaged."""
     if not path.is_file():
         return None
-    with contextlib.suppress(ValueError, RecursionError):
-        values = json.loads(read_bytes(path, _MAX_BYTES))
-        if isinstance(values, dict) and {"asked", "overrides"} <= values.keys():
-            return values
+    values = read_object(read_bytes(path, _MAX_BYTES)) or {}
+    if {"asked", "overrides"} <= values.keys():
+        return values
     raise InputError([f"{path}: is damaged: it is not a layout. Remove it, and the next start searches again"])

@@ -16,7 +16,6 @@ its own there, and asks JAX whether it is in use. If not, JAX gets no cache: com
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import itertools
 import os
@@ -32,6 +31,7 @@ from typing import Any
 import jax
 from jax._src import compilation_cache, compiler
 
+from ..files.locks import lock
 from ..files.sealed import DamagedError, open_regular, read_sealed, write_sealed
 from ..files.streams import say
 
@@ -71,7 +71,7 @@ class Programs:
             if self._trial is None:
                 new = self.folder / f"{secrets.token_hex(8)}{TRIAL}"
                 self._trial = new, os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-                fcntl.flock(self._trial[1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(self._trial[1])
             os.write(self._trial[1], f"{key}\n".encode())
         return program
 
@@ -97,9 +97,10 @@ class Programs:
         """Removes the programs that dead processes have left on trial."""
         names: set[str] = set()
         for trial in self.folder.glob(f"*{TRIAL}"):
-            # BlockingIOError: the process lives. Everything else: this is not a file that a start has written.
+            # An error: this is not a file that a start has written.
             with contextlib.suppress(OSError, ValueError, DamagedError), open_regular(trial) as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not lock(file):
+                    continue
                 for key in file.read(_LONGEST_TRIAL).decode().split():
                     program = self.folder / f"{key}{ENDING}"
                     if program.parent == self.folder and program.exists():

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..files.disk import replaced
 from ..journal.rows import forget_rows_after, read_metrics
 from ..journal.sink import AppendedFile, Sink
 from .media import Medium
@@ -88,9 +89,8 @@ class CsvFile(Logger):
         # The last row is missing there if it could not be written.
         rows += [] if rows and rows[-1] == last else [dict(last)]
         columns = list(dict.fromkeys(name for row in rows for name in row))
-        new = self._path.with_name(f"{self._path.name}.new")
-        new.write_bytes(_csv_lines(columns, [dict(zip(columns, columns, strict=True)), *rows]))
-        new.replace(self._path)
+        with replaced(self._path, is_of_run=True) as new:
+            new.write_bytes(_csv_lines(columns, [dict(zip(columns, columns, strict=True)), *rows]))
         self._columns = columns
 
 

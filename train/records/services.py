@@ -23,8 +23,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..files.disk import write_whole
+from ..files.json_text import read_object
 from ..files.streams import say
-from ..journal.rows import flattened, read_object
+from ..journal.rows import flattened
 from ..journal.sink import Sink
 from .loggers import Logger
 from .media import Histogram, Image, Medium
@@ -183,6 +185,4 @@ def _ids(folder: Path) -> dict[str, Any]:
 def _write_id(folder: Path, service: str, value: object) -> None:
     """Stores the run's id in a service. Raises OSError."""
     with _IDS_LOCK:
-        new = folder / "loggers.json.new"
-        new.write_text(json.dumps({**_ids(folder), service: str(value)}) + "\n")
-        new.replace(folder / "loggers.json")
+        write_whole(folder / "loggers.json", json.dumps({**_ids(folder), service: str(value)}) + "\n")

@@ -10,7 +10,6 @@ every name that a run itself uses must be a regular file or a folder.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import re
@@ -27,6 +26,7 @@ from ..files.bucket import Bucket
 from ..files.disk import kind
 from ..files.ends import InUseError
 from ..files.lease import Lease, hold_lease, holder_of
+from ..files.locks import lock
 from ..files.mirror import NOT_COPIED, Mirror, adopt_spool, fill_spool, spool_of
 from ..records.step_range import PROFILE
 from ..settings.code.files import COPY
@@ -102,10 +102,8 @@ def lock_folder(folder: Path, seconds: float = 10.0) -> Iterator[Lock]:
 def _wait_for_lock(file: TextIO, folder: Path, deadline: float) -> None:
     while True:
         try:
-            # flock, because the kernel releases it when the process dies, however it dies. A file that marks the lock would stay.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
+            if lock(file):
+                return
             if time.monotonic() > deadline:
                 remedy = "Wait until it ends, or give this one another name (run.name=...)"
                 raise InUseError(f"another run is using {folder}. {remedy}") from None

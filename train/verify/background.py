@@ -10,8 +10,6 @@ The child (`child.py`) reads the run from a file that it inherits. It ends with 
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import pickle
 import subprocess
@@ -25,6 +23,7 @@ import jax
 
 from ..config import Run
 from ..files.ends import EndError
+from ..files.json_text import read_object
 from ..files.streams import say
 from ..processes.processes import failure_of_any, this_process
 from .compare import is_verified
@@ -145,9 +144,9 @@ class LayoutCheck:
 def _read(output: bytes) -> dict[str, Any]:
     """The result of a child, which is the last line that it has printed."""
     last = (output.decode(errors="replace").strip().splitlines() or ["it ended without a word"])[-1]
-    with contextlib.suppress(ValueError):
-        if isinstance(found := json.loads(last), dict) and {"ok", "message", "cpu_seconds"} <= found.keys():
-            return found
+    found = read_object(last) or {}
+    if {"ok", "message", "cpu_seconds"} <= found.keys():
+        return found
     return {"ok": None, "message": f"its process ended: {last[:200]}", "cpu_seconds": None}
 
 

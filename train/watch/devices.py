@@ -7,7 +7,6 @@ plan is its schedule with these costs, so a stage that differs from it waited, o
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from jgt import PipelineConfig
 from jgt.document import InputError, bind, read
 
 from ..files.disk import open_file
+from ..files.json_text import json_value
 
 _LARGEST = 1 << 26
 _PLANNED_PID = 1_000_001
@@ -31,9 +31,9 @@ class DeviceLanes:
         self.first = self.last = 0
         self._run, self._slices = run, list[tuple[int, float, float, str, str]]()
         # A file of another version or a damaged one is no profile.
-        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
             with open_file(run / "profile" / f"slices-{process}.json") as file:
-                found: Any = json.loads(file.read(_LARGEST))
+                found: Any = json_value(file.read(_LARGEST))
             rows = [(int(device), float(at), float(us), str(signal), str(phase)) for device, at, us, signal, phase in found["slices"]]
             first, last, begin = int(found["first"]), int(found["last"]), float(found["begin"])
             if rows and 0 < begin < 1e11 and all(0 <= at < 1e13 and 0 <= us < 1e13 for _, at, us, _, _ in rows):

@@ -24,9 +24,10 @@ from typing import IO, Any, cast
 from jgt.document import InputError
 
 from ..files.disk import open_file, replaced
+from ..files.json_text import read_object
 from ..journal.accounts import CAUSE_OF, preserved_steps
 from ..journal.events import Event, as_event, stretch_of
-from ..journal.rows import read_metrics, read_object, read_tail
+from ..journal.rows import read_metrics, read_tail
 from ..journal.status import LAUNCHER, events_file, left_open, processes_of
 from .devices import DeviceLanes
 

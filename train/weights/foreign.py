@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 from jgt.document import InputError, path_problem, read_bytes, shown
 
 from ..files.disk import open_file, patiently
+from ..files.json_text import json_value
 
 METADATA = "__metadata__"
 """The key of a header that is not a tensor."""
@@ -65,7 +65,7 @@ def first(problems: Iterable[str]) -> list[str]:
 def parse_json(data: bytes) -> dict[str, object]:
     """The mapping that a JSON text is, in which no key is given twice. Raises ValueError."""
     try:
-        values = json.loads(data.decode(), object_pairs_hook=_mapping)
+        values = json_value(data.decode(), _mapping)
     except (RecursionError, ValueError) as error:
         raise ValueError(f"is not valid JSON: {error}") from None
     if not isinstance(values, dict):

@@ -9,7 +9,6 @@ all of it is on disk. Needs no JAX.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from jgt.document import InputError
 
 from ..checkpoint.steps import remove
 from ..files.disk import sync, sync_above, sync_tree
+from ..files.locks import lock
 from .foreign import METADATA
 from .safetensors import DTYPES, INDEX, SINGLE, Tensor, open_folder, runs, spans
 
@@ -95,12 +95,11 @@ def _locked(folder: Path) -> Iterator[None]:
     """Holds a lock on a folder, where its file system has locks. The kernel releases it when the process dies."""
     number = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError([f"{folder}: another process is writing it. Name another folder, or wait until it ends"]) from None
-        except OSError:
-            pass
+        is_ours = True
+        with contextlib.suppress(OSError):
+            is_ours = lock(number)
+        if not is_ours:
+            raise InputError([f"{folder}: another process is writing it. Name another folder, or wait until it ends"])
         yield
     finally:
         os.close(number)

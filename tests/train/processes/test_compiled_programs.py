@@ -295,7 +295,7 @@ def test_without_locks_there_is_no_trial(three, monkeypatch):
     def fail(*_):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("train.processes.compiled.fcntl.flock", fail)
+    monkeypatch.setattr("train.files.locks.fcntl.flock", fail)
     programs = open_programs(three)
     assert programs.get("jit_f-1")
     assert usable(open_programs(three)) == ["jit_f-1", "jit_g-2", "jit_h-3"]

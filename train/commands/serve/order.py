@@ -14,6 +14,7 @@ from typing import Any
 
 from jgt.document import InputError, shown
 
+from ...files.json_text import json_value
 from ...generate.batch import TextRequest
 from ...generate.chat import Chat
 from ...generate.generate import Generator
@@ -119,7 +120,7 @@ class OrderReader:
 
 def _object(data: bytes) -> dict[str, Any]:
     try:
-        body = json.loads(data)
+        body = json_value(data)
         # JSON may have halves of surrogate pairs, which no tokenizer reads.
         json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:

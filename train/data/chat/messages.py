@@ -23,6 +23,7 @@ from typing import Any
 
 from jgt.document import InputError, nearest, shown
 
+from ...files.json_text import NestedError, json_value
 from ..columns import read_rows, without_nulls
 from ..config import SUFFIXES
 from ..documents import read_objects
@@ -135,7 +136,7 @@ def _decoded(where: str, value: Any, kind: type[Any]) -> Any:
     """A list or a mapping that may be JSON as a text; a blank one has nothing in it. Raises InputError."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
-            found = json.loads(value.strip() or "null")
+            found = json_value(value.strip() or "null")
             json.dumps(found, ensure_ascii=False).encode("utf-8")
             value = kind() if found is None else found
     if not isinstance(value, kind):
@@ -148,13 +149,13 @@ def _read(where: str, row: Mapping[str, Any], shapes_of: ShapesOf) -> Read | Tex
         text = json.dumps(row, ensure_ascii=False)
         # JSON can spell half of a surrogate pair, "\ud800", which no tokenizer takes.
         text.encode("utf-8")
-        stated = json.loads(text, object_pairs_hook=without_nulls).items()
+        stated = json_value(text, without_nulls).items()
         said = {key: value for key, value in stated if (value.strip() if isinstance(value, str) else value) not in ("", [], {})}
         if unread := [f"{key}: is not supported. Write it as messages or tools, or remove the row" for key in _UNREAD if key in said]:
             raise InputError(unread)
         tools = _functions("tools", said.get("tools", []), "parameters") or None
         return where, [Conversation(messages=turns, tools=tools, first=first) for turns, first in shapes_of(said)]
-    except (UnicodeEncodeError, RecursionError):
+    except (UnicodeEncodeError, NestedError, RecursionError):
         return TextError(f"{where}: contains half of a surrogate pair, which is not a character, or is nested too deeply")
     except InputError as error:
         return TextError("\n".join(f"{where}: {problem}" for problem in error.problems))

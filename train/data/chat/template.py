@@ -35,6 +35,8 @@ from typing import IO, Any, cast
 
 from jgt.document import InputError, read_bytes
 
+from ...files.json_text import json_value
+
 Message = Mapping[str, Any]
 """A message of a chat: its `role`, its `content`, and what else a template reads."""
 Spans = list[tuple[int, int]]
@@ -70,13 +72,13 @@ class ChatTemplate:
         """The template in a file: the key chat_template of a JSON file, or else the file itself. Raises InputError."""
         data = read_bytes(file, _MAX_BYTES)
         try:
-            source = json.loads(data)["chat_template"] if file.suffix == ".json" else data.decode()
+            source = json_value(data)["chat_template"] if file.suffix == ".json" else data.decode()
             named = {one["name"]: one["template"] for one in source} if isinstance(source, list) else {"default": source}
             if file.stem in _BESIDE and (beside := file.parent / TOOL_TEMPLATE).is_file():
                 named["tool_use"] = read_bytes(beside, _MAX_BYTES).decode()
             if not isinstance(named["default"], str) or not isinstance(named.get("tool_use", ""), str):
                 raise TypeError
-        except (ValueError, TypeError, KeyError, RecursionError):
+        except (ValueError, TypeError, KeyError):
             why = "must be a template as text, or a list of templates of which one is named default"
             raise InputError([f"{file}: chat_template: {why}"]) from None
         # As transformers chooses among templates with names.

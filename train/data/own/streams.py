@@ -22,6 +22,7 @@ from typing import Any
 
 from jgt.document import InputError
 
+from ...files.json_text import json_value
 from ...files.streams import say
 from .shard import Shard, ShardPosition, StreamSource
 
@@ -50,7 +51,7 @@ class Streams:
         place: dict[int, ShardPosition] = {}
         shards = 0
         try:
-            for values in map(json.loads, stored):
+            for values in map(json_value, stored):
                 shards = int(values["shards"])
                 place |= {int(shard): ShardPosition(**position) for shard, position in values["positions"].items()}
             if sorted(place) != [*range(shards)]:

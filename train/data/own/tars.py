@@ -11,7 +11,6 @@ import functools
 import importlib
 import io
 import itertools
-import json
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,12 +21,13 @@ import numpy as np
 from jgt.document import InputError, nearest, shown
 
 from ...files.cache import ObjectCache
+from ...files.json_text import json_value
 from ..files import Finder
 
 _PART = 1 << 20
 _IMAGES = ("jpg", "jpeg", "png", "webp")
 _READERS: Mapping[str, Callable[[bytes], Any]] = {
-    "json": json.loads,
+    "json": json_value,
     "npy": lambda content: np.load(io.BytesIO(content)),
     "cls": int,
     "txt": bytes.decode,

@@ -32,6 +32,8 @@ from jgt.document import InputError
 from jgt.planner import Target
 
 from ...config import Run, load
+from ...files.disk import cache_folder, replaced
+from ...files.json_text import json_value
 
 WORKERS = 2
 _PLANS = 6
@@ -191,14 +193,14 @@ def _call(function: Callable[..., _T], *arguments: Any) -> _T:
 
 
 def plans_folder() -> Path:
-    """The user's folder of stored plans: `$XDG_CACHE_HOME/jgt/plans`, or `~/.cache/jgt/plans`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jgt" / "plans"
+    """The user's folder of stored plans."""
+    return cache_folder("plans")
 
 
 def _read(path: Path) -> Answer | None:
     # A file of another version, or a damaged one, is no plan.
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, RecursionError):
-        answer = Answer.of_json(json.loads(path.read_text()))
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        answer = Answer.of_json(json_value(path.read_text()))
         if 0 <= answer.seconds < math.inf:
             return answer
     return None
@@ -208,9 +210,8 @@ def _write(path: Path, found: Answer) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another search may read the file while it is written.
-        draft = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        draft.write_text(json.dumps(asdict(found)))
-        draft.replace(path)
+        with replaced(path) as new:
+            new.write_text(json.dumps(asdict(found)))
 
 
 @functools.cache

@@ -17,10 +17,11 @@ from typing import Any
 
 from jgt.document import InputError
 
+from ...files.json_text import read_object_file
 from ...journal.accounts import NO_RECORD, account
 from ...journal.events import Event, as_event
 from ...journal.members import Member, clean, number, read_member, whole, with_stragglers
-from ...journal.rows import read_object_file, read_tail
+from ...journal.rows import read_tail
 from ...journal.status import LAUNCHER, events_file, processes_of, read_status
 
 _METRICS_BYTES, _EVENTS_BYTES, _LANE_BYTES = 1 << 17, 1 << 20, 1 << 13

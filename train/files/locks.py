@@ -1,0 +1,18 @@
+"""Locks on files. The kernel releases one when its process dies, however it dies; a file that marks a lock would stay."""
+
+from __future__ import annotations
+
+import fcntl
+from typing import IO, Any
+
+
+def lock(file: IO[Any] | int, *, waits: bool = False, is_shared: bool = False) -> bool:
+    """Locks an open file, or a descriptor, until it is closed. False: another process has it locked.
+
+    waits: until the other process releases it. is_shared: several processes may lock it so. Raises OSError where there are no locks.
+    """
+    try:
+        fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    return True
