@@ -26,7 +26,7 @@ from jgt.planner.hlo.text import Module
 from train.config import load
 from train.data.opening import open_data
 from train.models.linear import compute_type
-from train.processes.processes import start_jax
+from train.processes.connect import start_jax
 from train.setup import prepare
 from train.setup.feed import Feed
 from train.step.optimizer import Settings

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from benchmarks.harness import ROOT
 from train.config import load
 from train.data.opening import open_data
-from train.processes.processes import start_jax
+from train.processes.connect import start_jax
 from train.setup import prepare
 from train.setup.feed import Feed
 

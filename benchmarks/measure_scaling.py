@@ -20,7 +20,7 @@ from benchmarks.harness import interleave, spread
 from benchmarks.measure import Stepper
 from train.config import load
 from train.data.opening import open_data
-from train.processes.processes import start_jax
+from train.processes.connect import start_jax
 from train.setup import prepare
 from train.setup.feed import Feed
 

@@ -38,7 +38,7 @@ from train.journal.accounts import CAUSES, account
 from train.journal.events import Event
 from train.models.experts.config import ExpertsConfig, GroupsConfig
 from train.plan.__main__ import parser as plan_parser
-from train.processes.processes import MAX_VIRTUAL_CPU
+from train.processes.connect import MAX_VIRTUAL_CPU
 from train.settings import sections
 from train.settings.sections import ExportConfig, Fault, HookConfig, SpikesConfig, StopEarlyConfig
 from train.step.sync.config import OuterConfig, SyncConfig

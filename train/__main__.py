@@ -189,8 +189,8 @@ def _check_surroundings() -> None:
 
 def _join(run: Run, arguments: argparse.Namespace, cluster: Cluster | None) -> None:
     """Makes this process one of the run's processes."""
+    from .processes.connect import start_jax
     from .processes.join import Membership, facts_of
-    from .processes.processes import start_jax
     from .setup.xla import open_devices
 
     is_watched = not arguments.dry_run and arguments.replay is None

@@ -8,7 +8,7 @@ from hostile import VALID
 
 from jgt import document
 from train.checkpoint.contents import file_entries
-from train.checkpoint.manifest import ArrayEntry, Manifest
+from train.checkpoint.listing import ArrayEntry, Manifest
 from train.checkpoint.steps import Steps
 
 

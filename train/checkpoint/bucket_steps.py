@@ -32,7 +32,8 @@ from jgt.document import InputError
 from ..files.bucket import ABSENT, Bucket, ChangedError
 from ..files.disk import open_file, patiently
 from . import manifest
-from .manifest import BrokenError, Manifest, ObjectsEntry
+from .listing import Manifest, ObjectsEntry
+from .manifest import BrokenError
 
 _MANIFEST = re.compile(r"manifests/([0-9]{10})\.json")
 _CRC_BYTES = 8

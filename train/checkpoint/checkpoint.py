@@ -30,7 +30,7 @@ from ..processes.processes import number_of_first_process, true_on_all_processes
 from ..settings.sections import CheckpointConfig
 from ..step.state import State
 from .files import FilesWriter
-from .manifest import Base, Kept, Manifest
+from .listing import Base, Kept, Manifest
 from .restore import first_line
 from .saved import MAX_DATA_BYTES, Search, array_entries
 from .signature import read_key

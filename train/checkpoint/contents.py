@@ -18,7 +18,8 @@ from pathlib import Path
 from jgt.document import shown
 
 from ..files.disk import kind, patiently
-from .manifest import MAX_PATH, NAME, ODD_KINDS, BrokenError, FileEntry, Manifest
+from .listing import FileEntry, Manifest
+from .manifest import MAX_PATH, NAME, ODD_KINDS, BrokenError
 
 _BLOCK = 1 << 22
 

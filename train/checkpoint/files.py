@@ -21,7 +21,7 @@ from jgt import amount
 from ..files.disk import write_whole
 from ..step.state import State
 from .contents import file_entries
-from .manifest import Manifest
+from .listing import Manifest
 from .restore import ARRAYS
 from .saved import DATA
 from .steps import Steps

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from .bucket_steps import SavedStep, content_of, piece_grid, piece_name
-from .manifest import ArrayEntry, BrokenError
+from .listing import ArrayEntry
+from .manifest import BrokenError
 
 _PIECE_BYTES = 1 << 24
 _THREADS = 16

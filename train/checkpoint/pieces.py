@@ -17,7 +17,7 @@ import tensorstore
 
 from ..files.disk import DiskError, describe, patiently
 from .bucket_steps import SavedStep
-from .manifest import ArrayEntry
+from .listing import ArrayEntry
 from .objects import Objects, span_of
 from .restore import ARRAYS, disk_errors, first_line
 from .saved import UnusableError

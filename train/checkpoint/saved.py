@@ -29,7 +29,8 @@ from jgt.document import InputError
 from ..files.disk import DiskError, describe
 from ..processes.processes import number_of_first_process, true_on_all_processes
 from .bucket_steps import BucketSteps, SavedStep
-from .manifest import ArrayEntry, BrokenError, UnsignedError
+from .listing import ArrayEntry
+from .manifest import BrokenError, UnsignedError
 from .signature import Key
 from .steps import Steps, find_steps
 

@@ -27,7 +27,8 @@ from ..settings.sections import CHECKPOINTS as FOLDER
 from . import manifest
 from .bucket_steps import BucketSteps, SavedStep
 from .contents import file_entries, file_problems
-from .manifest import BrokenError, Manifest
+from .listing import Manifest
+from .manifest import BrokenError
 from .signature import Key
 
 _SAVING = ".saving"

@@ -26,7 +26,7 @@ from jgt import path_text
 from ..processes.processes import failure_of_any, number_of_first_process
 from ..step.state import State
 from .bucket_steps import BucketSteps, piece_grid, piece_name, seal
-from .manifest import FileEntry, Manifest, ObjectsEntry
+from .listing import FileEntry, Manifest, ObjectsEntry
 from .objects import piece_shape
 from .saved import DATA
 

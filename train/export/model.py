@@ -16,7 +16,8 @@ import numpy as np
 from jgt import Packing
 from jgt.document import InputError
 
-from ..checkpoint.manifest import FROZEN, ArrayEntry
+from ..checkpoint.listing import ArrayEntry
+from ..checkpoint.manifest import FROZEN
 from ..checkpoint.pieces import PIECE_BYTES, Span, pieces
 from ..checkpoint.saved import SavedStep
 from ..weights.adapt.adapters import factors_of

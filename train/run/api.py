@@ -25,7 +25,7 @@ from ..checkpoint.signature import read_key
 from ..config import Run
 from ..journal.rows import read_metrics
 from ..processes.compiled import programs_on_trial
-from ..processes.processes import start_jax
+from ..processes.connect import start_jax
 from ..settings.code.files import Code, read_code
 from ..settings.code.names import exits_are_failures
 from ..setup import Setup

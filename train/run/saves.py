@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 from ..checkpoint.checkpoint import Checkpoints, SaveError
-from ..checkpoint.manifest import Kept
+from ..checkpoint.listing import Kept
 from ..checkpoint.restore import first_line
 from ..data.batches import Data
 from ..data.mapped import DataChangedError

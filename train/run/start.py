@@ -26,7 +26,7 @@ import jax
 from jgt.document import InputError
 
 from ..checkpoint.checkpoint import Checkpoints
-from ..checkpoint.manifest import Base, Kept
+from ..checkpoint.listing import Base, Kept
 from ..checkpoint.restore import without_keys
 from ..checkpoint.saved import SavedStep, Search, UnusableError, search_elsewhere, stored_data
 from ..checkpoint.signature import read_key

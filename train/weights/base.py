@@ -25,7 +25,8 @@ import jax
 from jgt import path_text
 from jgt.document import InputError, path_problem
 
-from ..checkpoint.manifest import FROZEN, ArrayEntry, Base
+from ..checkpoint.listing import ArrayEntry, Base
+from ..checkpoint.manifest import FROZEN
 from ..checkpoint.restore import restore_params
 from ..checkpoint.saved import SavedStep, array_entries, check_arrays
 from ..files.bucket import is_url

@@ -7,7 +7,8 @@ import pytest
 from jgt.document import InputError
 from train.checkpoint import manifest
 from train.checkpoint.contents import file_entries
-from train.checkpoint.manifest import BrokenError, Manifest, UnsignedError
+from train.checkpoint.listing import Manifest
+from train.checkpoint.manifest import BrokenError, UnsignedError
 from train.checkpoint.signature import Key, read_key
 from train.checkpoint.steps import Steps
 

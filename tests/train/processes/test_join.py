@@ -14,8 +14,8 @@ from runs import free_port
 from jgt.document import InputError
 from train.processes import join
 from train.processes.cluster import Cluster
+from train.processes.connect import start_jax
 from train.processes.join import JoinError, Membership, Place, Wait, names
-from train.processes.processes import start_jax
 
 SECONDS = 20
 FACTS = {"run.name": "tiny", "code": "jgt 1 with jax 2", "config": "c0ffee", "--processes": 3}

@@ -15,8 +15,8 @@ from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.restore import restore
 from train.config import load
 from train.processes.cluster import Cluster, cluster_problems, find_cluster, flag_problems
+from train.processes.connect import start_jax
 from train.processes.join import Place
-from train.processes.processes import start_jax
 from train.run.train import train
 from train.settings.command_line import join_seconds, read_token, whole_number
 from train.setup import prepare
@@ -88,7 +88,7 @@ INIT = """
 import sys, jax, numpy as np
 from train.processes.cluster import Cluster
 from train.config import load
-from train.processes.processes import start_jax
+from train.processes.connect import start_jax
 from train.setup import prepare
 config, port, process, folder, *overrides = sys.argv[1:]
 start_jax(Cluster(coordinator=f"localhost:{port}", num_processes=2, process=int(process)), 4)
@@ -256,10 +256,10 @@ def started(monkeypatch):
         places, calls = [], []
         initialize = types.SimpleNamespace(initialize=lambda *flags, **options: calls.append((flags, options)))
         fake = types.SimpleNamespace(config=types.SimpleNamespace(update=lambda *_: None), distributed=initialize)
-        monkeypatch.setattr("train.processes.processes.jax", fake)
-        monkeypatch.setattr("train.processes.processes.join", lambda place, *_: places.append(place))
+        monkeypatch.setattr("train.processes.connect.jax", fake)
+        monkeypatch.setattr("train.processes.connect.join", lambda place, *_: places.append(place))
         detected = types.SimpleNamespace(auto_detect_unset_distributed_params=lambda *_: found)
-        monkeypatch.setattr("train.processes.processes.ClusterEnv", detected)
+        monkeypatch.setattr("train.processes.connect.ClusterEnv", detected)
         start_jax(cluster, None)
         ((flags, options),), (place,) = calls, places
         assert options["cluster_detection_method"] == "deactivate"

@@ -76,7 +76,7 @@ from test_reshape import copy_and_train
 from train.__main__ import parser
 from train.processes.cluster import find_cluster
 from train.config import load
-from train.processes.processes import start_jax
+from train.processes.connect import start_jax
 arguments = parser().parse_args(sys.argv[1:])
 cluster = find_cluster(arguments.coordinator, arguments.processes, arguments.process)
 run = load(arguments.config, arguments.overrides, num_processes=1 if cluster is None else cluster.num_processes)

@@ -11,6 +11,7 @@ import pytest
 
 from jgt.document import InputError
 from train.checkpoint import manifest
+from train.checkpoint.listing import Kept
 from train.checkpoint.restore import restore
 from train.checkpoint.saved import find_checkpoint
 from train.checkpoint.steps import Steps
@@ -238,11 +239,11 @@ def test_a_checkpoint_has_the_newest_values_and_the_best(tmp_path):
 
 def test_what_a_manifest_keeps_is_checked(earlier):
     listing = manifest.read(earlier / "checkpoints" / "6")
-    kept = manifest.Kept(id="ab", evaluations={"x": ((2, 0.1), (4, None))}, reference={"step": 3})
+    kept = Kept(id="ab", evaluations={"x": ((2, 0.1), (4, None))}, reference={"step": 3})
     values = manifest.as_json(replace(listing, kept=kept))
     assert manifest.parse(json.dumps(manifest.sealed(values)).encode()).kept == kept
     # An earlier version kept nothing.
-    assert manifest.parse(json.dumps(manifest.sealed({k: v for k, v in values.items() if k != "kept"})).encode()).kept == manifest.Kept()
+    assert manifest.parse(json.dumps(manifest.sealed({k: v for k, v in values.items() if k != "kept"})).encode()).kept == Kept()
     for wrong in (
         {"id": 3},
         {"evaluations": [2]},

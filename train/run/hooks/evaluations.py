@@ -17,7 +17,7 @@ import jax
 
 from jgt.document import InputError, nearest
 
-from ...checkpoint.manifest import Evaluated
+from ...checkpoint.listing import Evaluated
 from ...checkpoint.steps import open_steps
 from ...config import Run
 from ...journal.rows import read_metrics
