@@ -1,4 +1,4 @@
-"""What a manifest says of a checkpoint, as `train.checkpoint.manifest` writes and reads it."""
+"""The parts of a manifest, which lists what a checkpoint has; `train.checkpoint.manifest` writes and reads it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ _LAST_SAVE_SECONDS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What a start has beside its program and its data.
+    """The watch, the locks and the records of a start, beside its program and its data.
 
     lock: on the run directory or its bucket; None in other processes than the first. mirror: copies the records to a bucket.
     """

@@ -1,4 +1,4 @@
-"""What a run computes of a state beside its steps: evaluations on held-out data and on tasks, and what hooks log."""
+"""Evaluations of a state on held-out data and on tasks, and calls of hooks, whose numbers a run records."""
 
 from __future__ import annotations
 
