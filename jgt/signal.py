@@ -12,13 +12,17 @@ tracing and compilation. So a signal computes nothing, and the same name serves 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name  # pyright: ignore[reportUnknownVariableType]
 
 from jgt.program.scopes import MICROBATCH, PREFIX, backward, trips
-from jgt.replacements.experts.call import experts
+
+if TYPE_CHECKING:
+    from jgt.replacements.experts.call import experts
 
 __all__ = ["backward", "context", "experts", "per_microbatch", "tensor", "trips"]
 
@@ -72,6 +76,15 @@ def per_microbatch() -> contextlib.AbstractContextManager[object]:
     It is the in-model form of `pipeline.per_microbatch`. The scales of eight-bit matmuls are an example: any rows will do for them.
     """
     return jax.named_scope(MICROBATCH)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        # Only a model with experts loads what a call of them is. Read from there, the call has no line of its own in this file.
+        if name != "experts":
+            raise AttributeError(f"module 'jgt.signal' has no attribute {name!r}")
+        return importlib.import_module("jgt.replacements.experts.call").experts
 
 
 def _checked(name: object) -> str:

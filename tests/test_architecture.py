@@ -304,18 +304,42 @@ def test_a_sharded_call_loads_neither_pipelines_nor_a_planner():
     assert not {"pipeline", "schedule", "planner"} & rooms_loaded
     assert ROOT / "jgt" / "api" / "verify.py" not in loaded
     assert ROOT / "jgt" / "sharding" / "partitioner" / "avoid.py" in loaded
-    # Only rules with `context:` load this room, as the second part shows.
-    loaded -= set((ROOT / "jgt" / "replacements" / "context").glob("*.py"))
-    assert lines_in(loaded) <= 9_950
-    # Nothing else is loaded when a function is sharded and called.
-    code = """
-import sys, jax, jgt
-jgt.shard(lambda p, x: p * x, {"default": "replicate"}, jgt.make_mesh({"data": 1}, devices=jax.devices()[:1]))(jax.numpy.ones(2), 1.0)
-print(*sorted(m.__file__ for m in list(sys.modules.values()) if getattr(m, "__name__", "").split(".")[0] == "jgt"))
+
+
+def loaded_by(code):
+    """The files of jgt that a fresh process has loaded after this code."""
+    code += "\nprint(*sorted(m.__file__ for m in list(sys.modules.values()) if getattr(m, '__name__', '').split('.')[0] == 'jgt'))"
+    printed = subprocess.run([sys.executable, "-c", f"import sys\n{code}"], check=True, cwd=ROOT, capture_output=True, text=True).stdout
+    return {Path(name) for name in printed.split()}
+
+
+CALL = """
+import jax, jgt
+from jgt import signal
+def loss(p, x):
+    with signal.context("mlp"):
+        return (x @ p["w"]).sum()
+rules = {rules}
+sharded = jgt.shard(loss, rules, jgt.make_mesh({{"data": 1}}, devices=jax.devices()[:1]))
+jax.jit(jax.grad(sharded))({{"w": jax.numpy.ones((2, 2))}}, jax.numpy.ones((2, 2)))
 """
-    printed = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True).stdout
-    made = {ROOT / "jgt" / "mesh" / f"{name}.py" for name in ("mesh", "sizes")}
-    assert {Path(name) for name in printed.split()} - loaded <= made
+
+
+def test_a_call_loads_what_its_rules_and_its_program_ask_for():
+    batch = {"axes": {"batch": ["data"]}, "inputs": {"**": ["batch", None]}, "default": "replicate"}
+    plain = loaded_by(CALL.format(rules=batch | {"signals": {"mlp": {"params": {"w": [None, "data"]}}}}))
+    replacements = ROOT / "jgt" / "replacements"
+    assert {path for path in plain if replacements in path.parents} == {replacements / "__init__.py", replacements / "replacement.py"}
+    assert not {ROOT / "jgt" / "api" / "verify.py", ROOT / "jgt" / "document" / "reader.py"} & plain
+    assert ROOT / "jgt" / "sharding" / "partitioner" / "avoid.py" in plain
+    assert lines_in(plain) <= 7_300
+
+
+def test_signals_load_experts_only_for_a_model_that_calls_them():
+    loaded = loaded_by("from jgt import signal\nwith signal.context('mlp'): pass")
+    assert lines_in(loaded) <= 400
+    assert {path.relative_to(ROOT).parts[1] for path in loaded} == {"__init__.py", "signal.py", "mesh", "program"}
+    assert ROOT / "jgt" / "replacements" / "experts" / "call.py" in loaded_by("from jgt import signal\nsignal.experts")
 
 
 def test_the_code_that_shards_can_be_read_in_an_afternoon():
@@ -334,8 +358,6 @@ def test_the_code_that_shards_can_be_read_in_an_afternoon():
 def test_signals_need_only_jax_and_what_a_call_of_experts_is():
     loaded = closure(ROOT / "jgt" / "signal.py", files_by_module())
     assert {module_of(path).split(".")[1] for path in loaded} == {"signal", "replacements", "program"}
-    found = {i for i in imports(ROOT / "jgt" / "signal.py") if i.split(".")[0] != "jgt"}
-    assert {i.split(".")[0] for i in found} <= {"__future__", "contextlib", "pathlib", "re", "typing", "jax"}
     scopes = imports(ROOT / "jgt" / "program" / "scopes.py")
     assert not {i for i in scopes if i.split(".")[0] == "jgt"}
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jgt.replacements.experts.experts import Experts
-from jgt.replacements.gradients import SummedGradients
-from jgt.replacements.overlap import Overlap
-from jgt.replacements.replacement import Replacement
+from jgt.program import jaxpr as jx
+from jgt.program.jaxpr import Program
+from jgt.program.places import Place
+from jgt.program.scopes import DEVICE_PLAN
+from jgt.replacements.replacement import Replaced, Replacement, Site
 from jgt.rules import Rules
 from jgt.sharding.checks import RulesLike
 from jgt.sharding.inputs import StateArguments
@@ -31,11 +33,29 @@ _R = TypeVar("_R")
 def replacements_of(rules: Rules, *, wide_gradients: bool = False, reverse_mode: bool = False) -> Sequence[Replacement]:
     """The replacements that these rules ask for, in the order in which they are applied. wide_gradients, reverse_mode: see `shard`."""
     has_overlap, has_context = (any(getattr(rule, key) is not None for rule in rules.signals) for key in ("overlap", "context"))
-    # A model may call experts although no rule is about them.
-    gradients = SummedGradients(rules, is_wide=wide_gradients, is_reverse=reverse_mode)
-    # Only calls with such a rule load that room.
-    context = [importlib.import_module("jgt.replacements.context.context").Context(rules)] if has_context else []
-    return [gradients, Experts(rules), *context, *([Overlap(rules)] if has_overlap else [])]
+    found: list[Replacement] = []
+    # JAX itself derives one sum over one axis, in the type that the program has.
+    if wide_gradients or reverse_mode or len(rules.batch_axes) > 1:
+        summed = importlib.import_module("jgt.replacements.gradients").SummedGradients
+        found.append(summed(rules, is_wide=wide_gradients, is_reverse=reverse_mode))
+    found.append(_ExpertsWhereCalled(rules))
+    if has_context:
+        found.append(importlib.import_module("jgt.replacements.context.context").Context(rules))
+    if has_overlap:
+        found.append(importlib.import_module("jgt.replacements.overlap").Overlap(rules))
+    return found
+
+
+@dataclass(frozen=True)
+class _ExpertsWhereCalled:
+    """The replacement of calls of experts, loaded with the first of them: a model may have some although no rule is about them."""
+
+    rules: Rules
+
+    def apply(self, program: Program, around: Place, site: Site) -> Replaced:
+        if not any(equation.primitive.name == DEVICE_PLAN for equation in jx.body(program).eqns):
+            return Replaced(program=program)
+        return importlib.import_module("jgt.replacements.experts.experts").Experts(self.rules).apply(program, around, site)
 
 
 @overload

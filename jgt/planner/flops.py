@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from jgt.planner.hlo.origin import NONE, Origin, Phase, origin_of, phase_of, signal_of
+from jgt.planner.hlo.shares import expected_trips, taken_share, useful_share
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program
 from jgt.program.kernels import kernel_of
-from jgt.program.scopes import expected_trips, taken_share, useful_name, useful_share
+from jgt.program.scopes import useful_name
 from jgt.replacements.experts.exchange import exchange_of
 
 RAGGED_DOT = "ragged_dot_general"

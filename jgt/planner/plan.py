@@ -26,6 +26,7 @@ from jgt.planner.flops import flops
 from jgt.planner.hardware.target import Target
 from jgt.planner.hlo.collectives import Collective, collectives
 from jgt.planner.hlo.origin import EXCHANGED, full_signal
+from jgt.planner.hlo.shares import possible_rounds
 from jgt.planner.hlo.text import Module
 from jgt.planner.layouts import Parameter, Rematerialization, parameters_of, rematerializations
 from jgt.planner.memory import Memory, read_memory
@@ -35,7 +36,7 @@ from jgt.planner.panels import Panel, panels
 from jgt.planner.signals import SignalRow, located, signal_rows
 from jgt.planner.speed import PipelineSchedule, Speed, Workload, speed_of
 from jgt.planner.timeline import PARTS, Timeline
-from jgt.program.scopes import PIPELINE, possible_rounds
+from jgt.program.scopes import PIPELINE
 from jgt.rules import Rules
 from jgt.sharding.checks import RulesLike, as_rules
 

@@ -22,9 +22,9 @@ from jgt.planner.hlo.groups import participants_of
 from jgt.planner.hlo.instruction import COLLECTIVES, HOST_SPACE, Instruction
 from jgt.planner.hlo.kernels import is_kernel, kernel_cost
 from jgt.planner.hlo.origin import NONE, Origin, origin_at, origin_of
+from jgt.planner.hlo.shares import useful_share
 from jgt.planner.hlo.text import Module
 from jgt.planner.panels import Lane, Span, Track
-from jgt.program.scopes import useful_share
 
 PARTS = "matmul", "attention", "memory", "launch", "recompute", "bubble", "exposed"
 """The parts of a step's seconds. matmul, attention, memory: kernels, by what limits them. launch: the start of kernels. recompute: kernels

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax._src import config, source_info_util
@@ -14,7 +14,9 @@ from jax._src.core import JaxprEqnContext, get_axis_env
 from jax.sharding import AbstractMesh, Mesh
 
 from jgt.program.jaxpr import Equation, line_in, source_of
-from jgt.program.scopes import MICROBATCH, PREFIX, listed_once
+from jgt.program.scopes import MICROBATCH, PREFIX
+
+_T = TypeVar("_T")
 
 _VMAP = ("vmap", "Transform")
 
@@ -76,6 +78,21 @@ def _listed_once(stack: Sequence[tuple[str, str]], around: Sequence[str]) -> Seq
     return listed_once(scopes, begins, [(PREFIX + signal, "Scope") for signal in around])
 
 
+def listed_once(scopes: Sequence[_T], begins: Collection[int], around: Sequence[_T] = ()) -> list[_T]:
+    """The scopes of an operation of a backward pass without those that JAX lists a second time around a recomputed region.
+
+    begins: the indices where JAX begins a list, with `jvp`, as in transpose(jvp(a))/b/jvp(a)/b; around: the scopes of the program.
+    """
+    once, end = list(around), 0
+    for index, scope in enumerate(scopes):
+        if index in begins:
+            lengths = range(min(len(once), len(scopes) - index), 0, -1)
+            end = index + next((n for n in lengths if once[-n:] == list(scopes[index : index + n])), 0)
+        if index >= end:
+            once.append(scope)
+    return once[len(around) :]
+
+
 def trace_context() -> Hashable:
     """Everything around the active trace that a traced program depends on: x64, default precision, meshes, vmapped axes.
 
@@ -100,6 +117,11 @@ def manual_mesh(equation: Equation) -> AbstractMesh | None:
     """The mesh of the shard_map that an equation was traced in; None outside of any."""
     mesh = equation.ctx.cur_abstract_mesh
     return mesh if mesh.manual_axes else None
+
+
+def mesh_context(equation: Equation) -> contextlib.AbstractContextManager[Any]:
+    """The mesh of the shard_map that an equation was traced in."""
+    return contextlib.nullcontext() if manual_mesh(equation) is None else equation.ctx.manager
 
 
 def context_on(equation: Equation, mesh: Mesh) -> JaxprEqnContext:

@@ -125,7 +125,7 @@ class OfReplicas(DevicePlan):
         return equation.replace(invars=invars, outvars=outvars, params={**equation.params, "plan": self.plan})
 
 
-_primitive = jex.Primitive("on_devices")
+_primitive = jex.Primitive(scopes.DEVICE_PLAN)
 _primitive.multiple_results = True
 
 

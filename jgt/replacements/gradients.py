@@ -32,8 +32,7 @@ from jgt.program.backward import map_backward
 from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.parts import inlined
-from jgt.program.places import Place
-from jgt.replacements.proof import mesh_context
+from jgt.program.places import Place, mesh_context
 from jgt.replacements.replacement import Replaced, Site
 from jgt.rules import Rules
 
@@ -71,8 +70,7 @@ class SummedGradients:
     """
 
     def __init__(self, rules: Rules, *, is_wide: bool = False, is_reverse: bool = False):
-        # The rows of the batch are the first dim of its arrays. Axes in order: rules name those that split parameters last.
-        self._axes = tuple(dict.fromkeys(axis for rule in rules.inputs for axes in rule.spec[:1] if axes is not ... for axis in axes))
+        self._axes = rules.batch_axes
         self._is_wide, self._is_reverse = is_wide, is_reverse
 
     def apply(self, program: Program, around: Place, site: Site) -> Replaced:

@@ -7,7 +7,6 @@ summed in a wider type than theirs, which a ring then does too.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,7 +16,7 @@ import jax
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Var
 from jgt.program.parts import flatten, inlined
-from jgt.program.places import manual_mesh
+from jgt.program.places import mesh_context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +105,3 @@ def equations_for(run: Callable[..., Any], equation: Equation, operands: Sequenc
     with mesh_context(equation):
         traced = jax.make_jaxpr(run)(*[cast(Any, v.aval) for v in operands])
     return [new.replace(source_info=equation.source_info) for new in inlined(traced, equation, operands, results)]
-
-
-def mesh_context(equation: Equation) -> contextlib.AbstractContextManager[Any]:
-    """The mesh of the shard_map that an equation was traced in."""
-    return contextlib.nullcontext() if manual_mesh(equation) is None else equation.ctx.manager

@@ -164,6 +164,12 @@ class Rules:
         for rule in self.signals:
             yield from rule.spec_rules()
 
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes of the first dim of arrays with the batch's rows, outermost first."""
+        # In order: rules name those that split parameters last.
+        return tuple(dict.fromkeys(axis for rule in self.inputs for axes in rule.spec[:1] if axes is not ... for axis in axes))
+
     def axes_of_parameters(self) -> frozenset[str]:
         """The axes that a rule splits parameters, matmuls or experts over; axes of the optimizer state alone do not count."""
         specs = [*self.params, *(spec for rule in self.signals for spec in rule.params)]

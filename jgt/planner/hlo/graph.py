@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from jgt.planner.hlo.instruction import Instruction
+from jgt.planner.hlo.shares import branch_share
 from jgt.planner.hlo.text import Module
 from jgt.planner.hlo.trips import trip_count
-from jgt.program.scopes import branch_share
 
 _OPAQUE = ("while", "fusion", "call", "conditional", "custom-call")
 """Ops whose results do not correspond to their operands one by one."""

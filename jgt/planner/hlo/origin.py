@@ -23,7 +23,8 @@ from typing import Literal, NamedTuple
 from jgt.planner.hlo.graph import consumers, producers
 from jgt.planner.hlo.instruction import Instruction
 from jgt.planner.hlo.text import Module
-from jgt.program.scopes import BACKWARD, ON_DEVICES, PIPELINE, PREFIX, RECOMPUTE, REPLICAS, listed_once
+from jgt.program.places import listed_once
+from jgt.program.scopes import BACKWARD, ON_DEVICES, PIPELINE, PREFIX, RECOMPUTE, REPLICAS
 
 Phase = Literal["forward", "backward", "recompute"]
 

@@ -6,7 +6,7 @@ of XLA, which peel an iteration off a loop or put two into one body, drop it aga
 counter, behind copies and fusions.
 
 Some loops have no such count, because it follows from what is computed. Then the loop's name may say which number to expect
-(`jgt.program.scopes.expected_trips`).
+(`jgt.planner.hlo.shares.expected_trips`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jgt.planner.hlo.instruction import Instruction
+from jgt.planner.hlo.shares import expected_trips
 from jgt.planner.hlo.text import Module
-from jgt.program.scopes import expected_trips
 
 _COUNTER = re.compile(r'"known_induction_variable":\{"tuple_index":"(\d+)"')
 _SAME = ("copy", "bitcast", "convert", "reshape")

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 from jgt.planner.compiled import Compiled
 from jgt.planner.flops import trips_of
 from jgt.planner.hlo.origin import EXCHANGED, NONE, phase_of, signal_of
+from jgt.planner.hlo.shares import replicas_of, taken_share
 from jgt.planner.layouts import Parameter, batch_axes
 from jgt.planner.needs.equations import Backend, MeshAxes, View, Views, all_reduced, contractions, into, is_gather, out_of, sent, through
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, num_parts, sharding_dims
 from jgt.program.jaxpr import Equation, Program, Var
-from jgt.program.scopes import replicas_of, taken_share
 from jgt.replacements.device_plan import plan_of
 from jgt.replacements.experts.exchange import weights_of
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from jgt.planner.hlo.shares import possible_rounds
 from jgt.planner.hlo.text import Module
 from jgt.planner.hlo.trips import trip_count, unknown_loops
-from jgt.program.scopes import possible_rounds
 
 TEXT = """HloModule jit_step, is_scheduled=true
 
