@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jgt.planner.budget import Budget as Budget
     from jgt.planner.described import described_device as described_device
     from jgt.planner.hardware.target import Target as Target
+    from jgt.planner.hlo.custom_calls import has_foreign_mask as has_foreign_mask
     from jgt.planner.profile.device_time import Profile as Profile
     from jgt.planner.speed import Workload as Workload
     from jgt.planner.view.report import Report as Report
@@ -28,6 +29,7 @@ _OWNERS = {
     "Target": "hardware.target",
     "Workload": "speed",
     "described_device": "described",
+    "has_foreign_mask": "hlo.custom_calls",
 }
 
 

@@ -27,9 +27,10 @@ from jgt.planner.hlo.graph import runs_per_step
 from jgt.planner.hlo.instruction import Instruction
 from jgt.planner.hlo.kernels import is_kernel, kernel_cost
 from jgt.planner.hlo.origin import NONE, signal_of
+from jgt.planner.hlo.rematerialization import Rematerialization
 from jgt.planner.hlo.text import Module
 from jgt.planner.hlo.trips import unknown_loops
-from jgt.planner.layouts import Parameter, Rematerialization
+from jgt.planner.layouts import Parameter
 from jgt.planner.memory import Memory
 from jgt.planner.needs.formulas import Expected
 from jgt.planner.signals import SignalRow

@@ -1,4 +1,4 @@
-"""The layout of a program: its parameters, the axes that split its batch, and the changes of layout that XLA warns of.
+"""The layout of a program: its parameters, and the axes that split its batch.
 
 The first argument of a planned function is one tree of parameters, moments and step counters. An array that the model reads under a signal
 is a parameter; one that only the optimizer reads is its state. A parameter's moments have its shape and the end of its path, and their
@@ -8,15 +8,12 @@ sharding is the sharding of the gradient. Without any signals, every array of th
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import NamedSharding
 
 from jgt.planner.compiled import Argument, Compiled
-from jgt.planner.hlo.origin import NONE, signal_of
-from jgt.planner.hlo.text import Module
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import unchanged_arguments
 from jgt.program.dims import Dims, sharding_dims, show_dims
@@ -140,39 +137,3 @@ def _dims(a: Argument) -> Dims:
 def _common_end(a: str, b: str) -> int:
     pairs = zip(reversed(a.split("/")), reversed(b.split("/")), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-_WARNING = "Involuntary full rematerialization"
-_PARTS = re.compile(
-    r"cannot go from sharding (\{.*?\}) to (\{.*?\}) efficiently for HLO operation %?[\w.\-]+ = (\S+) .*?metadata=\{(.*?)\}"
-)
-"""The warning's text, from xla/service/spmd/spmd_partitioner.cc."""
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rematerialization:
-    """A tensor that XLA makes whole on every device to change its layout.
-
-    shape: its part on one device. before, after: its shardings as XLA writes them. All three are empty if the warning leaves them out.
-    """
-
-    signal: str
-    source: str
-    shape: str
-    before: str
-    after: str
-
-
-def rematerializations(lines: Iterable[str], module: Module) -> tuple[Rematerialization, ...]:
-    """XLA's warnings among these lines of stderr, with their signals and lines of the program; each once."""
-    return tuple(dict.fromkeys(_read_warning(line, module) for line in lines if _WARNING in line))
-
-
-def _read_warning(line: str, module: Module) -> Rematerialization:
-    found = _PARTS.search(line)
-    # Should another version of XLA word its warning differently, the finding is still made, without the details.
-    before, after, shape, metadata = found.groups() if found else ("", "", "", "")
-    name = _OP_NAME.search(metadata)
-    signal = signal_of(name[1]) if name else NONE
-    return Rematerialization(signal=signal, source=module.source(metadata), shape=shape, before=before, after=after)

@@ -26,9 +26,10 @@ from jgt.planner.flops import flops
 from jgt.planner.hardware.target import Target
 from jgt.planner.hlo.collectives import Collective, collectives
 from jgt.planner.hlo.origin import EXCHANGED, full_signal
+from jgt.planner.hlo.rematerialization import Rematerialization, rematerializations
 from jgt.planner.hlo.shares import possible_rounds
 from jgt.planner.hlo.text import Module
-from jgt.planner.layouts import Parameter, Rematerialization, parameters_of, rematerializations
+from jgt.planner.layouts import Parameter, parameters_of
 from jgt.planner.memory import Memory, read_memory
 from jgt.planner.needs.formulas import Expected, expected
 from jgt.planner.needs.usage import usage_of

@@ -3,7 +3,7 @@
 The same attention can run as a program of XLA's own operations or as one fused kernel of a library. A kernel is faster and keeps no score
 matrix, but it has conditions: a kind of device, a dtype, sizes of heads. So each kernel is one object here, with its function and with the
 reason why it is not available to a model on a device, if there is one. `model.attention: auto` takes the first kernel without such a
-reason, XLA's at the latest, and the run logs the choice. What jgt has to know of a kernel (its names in JAX and XLA, its FLOPs) is an
+reason, XLA's at the latest, and the run logs the choice. What jgt has to know of a kernel (its name in JAX, its FLOPs) is an
 object of the same name in `jgt/program/kernels.py`; nothing else asks which kernel a run has.
 
 XLA's program keeps one array of scores for its backward pass. The scores [b, n, s, s] are the largest array of a layer.
@@ -17,7 +17,6 @@ b batch, s seq, n query heads, k key/value heads, g query heads of a key/value h
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +42,7 @@ class AttentionKernel:
     name: its name in `model.attention`. label: its name in the log. keeps_scores: whether its backward pass reads the scores
     [b, n, s, s] that its forward pass leaves in memory. forward: how the name of the JAX primitive begins that is its forward pass; empty
     if that is several primitives. obstacle(config, device, sharing): why the model cannot have it there; empty if it can.
-    has_foreign_mask(text): whether it gets the mask of other rows than its queries' in a compiled program; None if it cannot.
+    splits_mask: whether JAX splits its mask over devices by the mask's own layout, so that a device may get the mask of other rows.
     """
 
     name: str
@@ -52,7 +51,7 @@ class AttentionKernel:
     keeps_scores: bool
     forward: str = ""
     obstacle: Callable[[ModelConfig, Any, int], str]
-    has_foreign_mask: Callable[[str], bool] | None = None
+    splits_mask: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,19 +108,6 @@ def _cudnn_obstacle(config: ModelConfig, device: Any, sharing: int) -> str:
         # JAX knows best which sizes this cuDNN supports on this GPU, and raises while it traces.
         return str(error).splitlines()[0].rstrip(".")
     return ""
-
-
-def has_foreign_mask(program: str) -> bool:
-    """Whether cuDNN's kernel gets the mask of other rows than its queries', in the text of a compiled program.
-
-    JAX splits the kernel's operands over devices as it finds them, and compares the rows of q, k and v, but not of the mask
-    (`_check_qkv_bias_mask_spec` in jax/_src/cudnn/fused_attention_stablehlo.py).
-    """
-    calls = (line for line in program.splitlines() if '"__cudnn$fmhaScaleBias' in line)
-    operands = (re.search(r"operand_layout_constraints=\{([^=]*)\}", line) for line in calls)
-    # Operands with four dims are q, k, v, the mask, and backward the output and its cotangent.
-    rows = (set(re.findall(r"\[(\d+)(?:,\d+){3}\]", found[1])) for found in operands if found)
-    return any(len(counts) > 1 for counts in rows)
 
 
 # -- XLA's program -----------------------------------------------------------------------------------------------------
@@ -192,7 +178,7 @@ CUDNN = AttentionKernel(
     keeps_scores=False,
     forward="dot_product_attention_fwd",
     obstacle=_cudnn_obstacle,
-    has_foreign_mask=has_foreign_mask,
+    splits_mask=True,
 )
 XLA = AttentionKernel(
     name="xla",

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.document import InputError
+from jgt.planner import has_foreign_mask
 
 from ..config import Run
 from ..step.objective import Objective
@@ -139,8 +140,8 @@ class Setup(StateLayout):
             return self.compiled
         compiled = (self.lower_train_step() if lowered is None else lowered).compile()
         attention = self.program.attention
-        has_foreign_mask = None if attention is None else attention.kernel.has_foreign_mask
-        if has_foreign_mask is not None and "segments" in self.program.element and has_foreign_mask(compiled.as_text() or ""):
+        has_mask = attention is not None and attention.kernel.splits_mask and "segments" in self.program.element
+        if has_mask and has_foreign_mask(compiled.as_text() or ""):
             why = (
                 "the rules split the rows of attention, but not those of batch/segments, as cuDNN's kernel needs it for "
                 "masked documents and packed conversations. Split both over the same axes, or use model.attention: xla"

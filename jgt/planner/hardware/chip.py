@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from jgt.document import Bound, InputError, Node, bind, nearest, override, read
-from jgt.planner.hardware.rates import Amount, AttentionRate, MatmulRate, MatmulWork, MemoryRate, Rates, Share
-from jgt.program.kernels import AttentionWork
+from jgt.planner.hardware.rates import Amount, AttentionRate, AttentionWork, MatmulRate, MatmulWork, MemoryRate, Rates, Share
 
 _FEW_ROWS = 16
 CHIP_FOLDER = Path(__file__).parent / "chips"

@@ -16,10 +16,18 @@ from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 from jgt.document import Bound
-from jgt.program.kernels import AttentionWork
 
 Amount = Annotated[float, Bound(low=0)]
 Share = Annotated[float, Bound(above=0, high=1)]
+
+
+class AttentionWork(NamedTuple):
+    """A kernel of fused attention. flops: the FLOPs that it executes; keys: the length that its queries see; head: the size of a head."""
+
+    flops: int
+    keys: int
+    head: int
+    is_backward: bool
 
 
 class MatmulWork(NamedTuple):

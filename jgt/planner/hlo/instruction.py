@@ -35,7 +35,7 @@ _CALLED = re.compile(
     r"(\{[^}]*\}|%[\w.\-]+)"
 )
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
+OP_NAME = re.compile(r'op_name="([^"]*)"')
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 """The bits of one element, for the types that do not have them in their name."""
 
@@ -123,7 +123,7 @@ class Instruction:
     @cached_property
     def op_name(self) -> str:
         """JAX's name stack of the traced equation; empty for most instructions that XLA itself added."""
-        found = _OP_NAME.search(self.text)
+        found = OP_NAME.search(self.text)
         return found[1] if found else ""
 
     def attribute(self, name: str) -> str:

@@ -18,10 +18,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jgt.planner.hardware.rates import MatmulWork
+from jgt.planner.hardware.rates import AttentionWork, MatmulWork
+from jgt.planner.hlo.custom_calls import attention_of, custom_call_flops
 from jgt.planner.hlo.instruction import Array, Instruction
 from jgt.planner.hlo.text import Module
-from jgt.program.kernels import AttentionWork, attention_of, custom_call_flops
 
 CONTROL = {"while", "conditional", "call"}
 """Ops that run other computations, one instruction after another. A fusion is not one: it is a single kernel."""

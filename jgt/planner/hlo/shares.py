@@ -1,4 +1,4 @@
-"""How often work runs and how much of it counts, as the scopes in its op name say (`jgt.program.scopes`)."""
+"""The scopes in op names that say how often work runs and how much of it is useful (`jgt.program.scopes`)."""
 
 from __future__ import annotations
 

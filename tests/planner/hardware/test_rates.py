@@ -7,9 +7,8 @@ import pytest
 
 from jgt.document import InputError
 from jgt.planner.hardware.chip import chip_names, chip_of, load_chip
-from jgt.planner.hardware.rates import AttentionRate, MatmulRate, MatmulWork
+from jgt.planner.hardware.rates import AttentionRate, AttentionWork, MatmulRate, MatmulWork
 from jgt.planner.hardware.target import Target
-from jgt.program.kernels import AttentionWork
 
 H100 = load_chip("h100")
 LARGE = MatmulWork("bf16", 1, 16384, 16384, 16384)

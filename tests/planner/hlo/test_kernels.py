@@ -2,10 +2,9 @@
 
 import pytest
 
-from jgt.planner.hardware.rates import MatmulWork
+from jgt.planner.hardware.rates import AttentionWork, MatmulWork
 from jgt.planner.hlo.kernels import KernelCost, is_kernel, kernel_cost
 from jgt.planner.hlo.text import Module
-from jgt.program.kernels import AttentionWork
 
 BF16, F32, S32 = 2, 4, 4
 

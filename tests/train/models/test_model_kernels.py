@@ -13,6 +13,7 @@ from plugin import needs_plugin
 
 from jgt import document
 from jgt.document import InputError
+from jgt.planner import has_foreign_mask
 from jgt.planner.compiled import compile_function
 from jgt.planner.described import described, devices_of
 from jgt.planner.hardware.target import Target
@@ -21,7 +22,7 @@ from train.config import load
 from train.models import eight_bits as fp8
 from train.models.config import AttentionName, ModelConfig
 from train.models.decoder import build
-from train.models.kernels import CUDNN, KERNELS, XLA, AttentionChoice, choose_attention, has_foreign_mask
+from train.models.kernels import CUDNN, KERNELS, XLA, AttentionChoice, choose_attention
 from train.setup import prepare
 from train.setup.remat import Keep
 
