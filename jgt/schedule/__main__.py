@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"{COMMAND}: {error.filename} cannot be written: {error.strerror or error}", file=sys.stderr)
+        print(f"{COMMAND}: {arguments.csv} cannot be written: {error.strerror or error}", file=sys.stderr)
         return 2
     if arguments.json:
         objects = [json_object(simulation) for simulation in simulated]

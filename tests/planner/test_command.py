@@ -192,6 +192,10 @@ def test_a_plan_its_page_its_lock_and_its_budget(command, folder):
         assert row.keys() >= {"kind", "dtype", "bytes", "count", "axes", "signal", "phase", "source"}
         assert set(row["axes"]) <= {"data", "tensor"} and row["phase"] in ("forward", "backward", "recompute")
 
+    # A disk that is full.
+    code, _, err = command("--config", "run.yaml", "--json", "--html", "/dev/full", "--lock", "other.lock")
+    assert (code, err) == (1, "Wrote other.lock\n/dev/full: cannot be written: No space left on device\n")
+
     # Another budget, and another rule than the one that was locked.
     rules = document.read(RULES / "tensor.yaml").plain()
     rules["signals"]["layers/mlp"]["params"] = {}

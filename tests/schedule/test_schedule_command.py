@@ -119,6 +119,12 @@ def test_all_that_are_equally_good_have_a_star(shown):
     assert shown("--compare", "--stages", "1", "--microbatches", "3").count(" * ") == len(SCHEDULES)
 
 
+def test_a_table_on_a_full_disk(capsys, folder):
+    (folder / "full.csv").symlink_to("/dev/full")
+    assert main(["1f1b", *SMALL, "--csv", "full.csv"]) == 2
+    assert capsys.readouterr().err == "jgt schedule: full.csv cannot be written: No space left on device\n"
+
+
 def test_a_table_of_ones_own(shown, folder):
     written = json.loads(shown("zb_interleaved", *SMALL, "--csv", "own.csv", "--json"))
     assert read_table("own.csv").num_microbatches == 8

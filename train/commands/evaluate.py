@@ -14,6 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from jgt import CommandParser, Console
 from jgt.document import InputError
 
@@ -31,7 +34,6 @@ from ..settings.command_line import add_model, whole_number
 from ..settings.drawing import EvalConfig
 from ..settings.sections import is_installed
 from ..setup.feed import Feed
-from ..step.state import digest_of_arrays
 
 _NATS = "nats per token"
 """The unit of the trainer's own loss, which alone has a perplexity."""
@@ -117,10 +119,12 @@ def _tasks(arguments: argparse.Namespace) -> EvalConfig:
 
 def _identity(loaded: Loaded) -> str:
     """A name for a model's function from texts to logits: its arrays, its section and its tokenizer, whatever the layout."""
-    checksum = int(digest_of_arrays((loaded.params, loaded.variables)))
+    arrays = hashlib.sha256()
+    for x in jax.tree.leaves((loaded.params, loaded.variables)):
+        arrays.update(np.asarray(x).tobytes())
     tokenizer = None if loaded.tokenizer is None else loaded.tokenizer.identity
     section = {key: value for key, value in asdict(loaded.config).items() if key != "hf"}
-    return hashlib.sha256(json.dumps([checksum, section, tokenizer], sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([arrays.hexdigest(), section, tokenizer], sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _held_out(loaded: Loaded) -> dict[str, float]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from jgt.document import InputError
 
+from ..files.disk import replaced
 from .request import Request, Texts, parser, read_request
 
 if TYPE_CHECKING:
@@ -84,14 +85,17 @@ def _report(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None
     from jgt.planner import Report
 
     _show(arguments, plan, exchange)
-    if arguments.html is not None:
-        Report(plan).write_page(Path(arguments.html))
-        print(f"Wrote {arguments.html}", file=sys.stderr)
-    if arguments.lock is not None:
-        Path(arguments.lock).write_text(Report(plan).lock, encoding="utf-8")
-        print(f"Wrote {arguments.lock}", file=sys.stderr)
     # The lock is compared even if the budget is exceeded: one run of the command shows everything.
-    problems = budget.overruns(plan)
+    problems, report = budget.overruns(plan), Report(plan)
+    writers = {arguments.html: report.write_page, arguments.lock: lambda new: new.write_text(report.lock, encoding="utf-8")}
+    for name, write in writers.items():
+        if name is not None:
+            try:
+                with replaced(Path(name)) as new:
+                    write(new)
+                print(f"Wrote {name}", file=sys.stderr)
+            except OSError as error:
+                problems.append(f"{name}: cannot be written: {error.strerror or error}")
     if locked is not None and (lines := Report(plan).changes(locked)):
         problems.append(
             f"{arguments.check}: the plan has changed (- lock, + plan). If the change is intended, update it with --lock {arguments.check}"

@@ -13,6 +13,7 @@ from typing import Any
 from jgt import Console
 from jgt.document import Node, dump, override, read
 
+from ..files.disk import replaced
 from .search.plans import RunFile
 from .search.search import LayoutSearch, Try
 
@@ -137,7 +138,8 @@ def write_run(path: Path, document: Mapping[str, Any], best: Try, target: str) -
         f"# The best layout that a search found for {target}: {plan.seconds:.3g} s a step and {plan.peak_bytes / 1e9:.1f} GB by its plan.",
         f"#   jgt plan {path.name} --target {target}",
     ]
-    path.write_text("\n".join(head) + "\n" + dump(dict(document)))
+    with replaced(path) as new:
+        new.write_text("\n".join(head) + "\n" + dump(dict(document)))
 
 
 def _replacing(node: Node | None, values: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -234,6 +234,20 @@ def test_a_stream_without_a_state_is_refused_where_it_must_be_exact():
     assert not opened(Counting, resume="exact").notes and "stream without a state" in opened(whole).notes[0]
 
 
+def test_a_state_that_the_stream_does_not_take_is_refused_at_the_start():
+    class Odd(Counting):
+        def load_state_dict(self, state):
+            self.next = state["at"]
+
+    with pytest.raises(InputError, match=r"load_state_dict failed: .*KeyError: 'at'"):
+        opened(Odd)
+
+
+def test_trying_a_state_moves_no_stream_that_calls_share():
+    shared = TorchStyle(0, 1)
+    assert ids(opened(lambda shard, shards: shared), 1) == [*range(BATCH)]
+
+
 def test_a_state_that_cannot_be_stored_is_refused_at_the_start():
     class Odd(Counting):
         def state_dict(self):

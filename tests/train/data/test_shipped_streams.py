@@ -137,6 +137,19 @@ def test_what_is_wrong_is_said_with_its_line_and_the_nearest_name(source, folder
     assert f"Did you mean '{folder}'?" in refused(f"{source}s/")
 
 
+def test_a_readme_chooses_no_files_outside_of_its_folder(tmp_path):
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    for place in (tmp_path, inner):
+        (place / "rows.jsonl").write_text('{"id": 3}\n')
+    for file, is_inside in (("rows.jsonl", True), ("../rows.jsonl", False), ("../inner/rows.jsonl", True)):
+        (inner / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {file}\n---\n")
+        if is_inside:
+            assert taken(opened(f"hf:{inner}").train_batches(0, 1, [0]), 1) == [{"id": [3]}]
+        else:
+            assert f"data.source: '{inner}' names '{tmp_path}/inner/../rows.jsonl', which is outside of it." in refused(f"hf:{inner}")
+
+
 def test_the_package_and_a_name_are_needed_before_jax_starts(monkeypatch):
     monkeypatch.setattr("train.data.paths.is_installed", lambda package: package != "datasets")
     assert [*path_problems(OwnData(source="hf:a/b"))] == [("source", "hf needs the package datasets. Install it: pip install 'jgt[hf]'")]
@@ -296,9 +309,11 @@ def test_what_is_wrong_with_a_tar_is_said(tar_source, tars, tmp_path, monkeypatc
     assert "train-0.tar: /0000.wav: is none of json, npy, cls, txt, jpg, jpeg, png, webp. Leave it out: data.columns" in refused(tar_source)
     assert "0000.cls: the sample has no 'clas'. Did you mean 'cls'?" in refused(tar_source, columns=["clas"])
     assert "data.colums: tar has no argument 'colums'. Did you mean 'columns'?" in refused(tar_source, colums=["cls"])
-    whole = (tars / "train-0.tar").read_bytes()
+    whole, vast = (tars / "train-0.tar").read_bytes(), tarfile.TarInfo("0.cls")
+    vast.size = 1 << 60
     for name, content, why in (
-        ("cut", whole[: len(whole) // 2 + 100], "unexpected end of data"),
+        ("cut", whole[: len(whole) // 2 + 100], ".*unexpected end of data"),
+        ("vast", vast.tobuf(tarfile.GNU_FORMAT) + bytes(1024), f"0.cls: has {1 << 60:,} bytes by its header, more than"),
         ("mixed", whole[:2560] + b"?" * 512 + whole[3072:], "damaged at byte 2,560"),
         ("hole", whole[:2560] + bytes(1024) + whole[3584:], "damaged at byte 2,560, where it ends, but there is more behind"),
         ("one hole", whole[:2560] + bytes(512) + whole[3072:], "damaged at byte 2,560"),

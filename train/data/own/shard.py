@@ -68,7 +68,12 @@ class StreamSource:
         self.first = checked(first, self.element, where, "sample 0")
         self.has_state = begin.has_state
         # A state that cannot be stored and loaded is wrong input now, and not when a restart needs it.
-        begin.state()
+        if (state := begin.state()) is not None:
+            with contextlib.suppress(InputError):
+                made = self._call(0, 1, 0)
+            # What several calls share would begin there in the run, too.
+            if made is not self._last:
+                Pass(made, where, state).close()
         begin.close()
 
     def first_again(self) -> Sample:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -48,13 +49,18 @@ def _hugging_face(path: str, place: _Place) -> Callable[..., Any]:
     def builder(name: str | None) -> Any:
         try:
             there = str(Finder().files(path).root) if is_url(path) else path
-            return importlib.import_module("datasets").load_dataset_builder(there, name)
+            made = importlib.import_module("datasets").load_dataset_builder(there, name)
         except FAILURES as error:
             # Only this error is about the name, and it lists the names that there are.
             key, folder = "name" if "BuilderConfig" in str(error) else "source", Path(path).parent
             beside = [str(x) for x in folder.iterdir()] if key == "source" and folder.is_dir() else []
             near = nearest(path, beside, lists=False)
             raise InputError([f"{place(key)}: {shown(path)} cannot be opened: {described(error)}{near and f'. {near}'}"]) from error
+        # A README.md chooses the files, and may be a stranger's.
+        named, root = [str(file) for files in (made.config.data_files or {}).values() for file in files], Path(there).absolute()
+        if others := [file for file in named if root.is_dir() and not Path(os.path.normpath(file)).is_relative_to(os.path.normpath(root))]:
+            raise InputError([f"{place('source')}: {shown(path)} names {shown(others[0])}, which is outside of it. Copy the file into it"])
+        return made
 
     def rows(dataset: Any, key: str, split: object, columns: Sequence[str] | None, source: str) -> Any:
         parts, match = dataset.as_streaming_dataset(), _SLICE.fullmatch(str(split))

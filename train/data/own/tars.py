@@ -11,6 +11,7 @@ import functools
 import importlib
 import io
 import itertools
+import os
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -93,6 +94,7 @@ def _samples(path: Path, begin: int) -> Iterator[tuple[tarfile.TarFile, list[tar
     """The file, the members of each sample from a place on, and the place behind them."""
     members: list[tarfile.TarInfo] = []
     with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
         file.seek(begin)
         with tarfile.TarFile(fileobj=file) as tar:
             for member in iter(tar.next, None):
@@ -101,6 +103,8 @@ def _samples(path: Path, begin: int) -> Iterator[tuple[tarfile.TarFile, list[tar
                 if members and _split_name(member)[0] != _split_name(members[0])[0]:
                     yield tar, members, member.offset
                     members = []
+                if member.size > size - member.offset_data:
+                    raise ValueError(f"{member.name}: has {member.size:,} bytes by its header, more than the file behind it. Copy it again")
                 members += [member] if member.isreg() and not member.issparse() else []
             if members:
                 yield tar, members, tar.offset

@@ -220,7 +220,7 @@ def _versions() -> list[str]:
     text = hashlib.sha256()
     # The trainer is installed beside jgt.
     for package in ("jgt", "train"):
-        folder = Path(__file__).parents[2] / package
+        folder = Path(__file__).parents[3] / package
         for file in sorted(file for kind in ("*.py", "*.yaml") for file in folder.rglob(kind)):
             text.update(file.read_bytes())
     return [metadata.version("jax"), metadata.version("jaxlib"), text.hexdigest()]

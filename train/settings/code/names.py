@@ -44,7 +44,7 @@ FAILURES = (Exception, SystemExit)
 """Own code may raise any of these. It may also ask to exit with code 0, which would make a run without its work a success."""
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _OTHERS = (
-    str(Path(__file__).parents[1]),
+    str(Path(__file__).parents[2]),
     str(Path(inspect.getfile(InputError)).parents[1]),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
     "<frozen ",
