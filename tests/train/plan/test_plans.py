@@ -2,9 +2,11 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
+import jgt
 from train.plan.search import plans
 from train.plan.search.plans import Answer
 
@@ -28,3 +30,10 @@ def test_a_stored_plan_is_found(tmp_path):
 def test_a_damaged_plan_is_none(tmp_path, text):
     (tmp_path / "plan.json").write_text(text)
     assert plans._read(tmp_path / "plan.json") is None
+
+
+def test_plans_are_those_of_the_code_of_both_packages(monkeypatch):
+    read = []
+    monkeypatch.setattr(Path, "read_bytes", lambda file: read.append(file) or b"")
+    plans._versions.__wrapped__()
+    assert {Path(jgt.__file__), Path(plans.__file__)} <= set(read)
