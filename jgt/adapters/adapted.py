@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from jgt.adapters.packed import changed, read_by, sliceable
 from jgt.program import jaxpr as jx
+from jgt.program.dims import reshape_runs
 from jgt.program.jaxpr import Equation
 
 Label = tuple[Any, ...]
@@ -183,7 +184,9 @@ class Adapted:
     def _reshaped(self, shape: Sequence[int]) -> Adapted:
         # The matrix is reshaped at once.
         new, labels = replace(self, matrix=Labelled(jnp.zeros(()), ())), list[Label]()
-        for old, sizes in _runs(tuple(zip(self.labels, self.matrix.array.shape, strict=True)), shape):
+        before = tuple(zip(self.labels, self.matrix.array.shape, strict=True))
+        for inner, outer in reshape_runs(self.matrix.array.shape, shape):
+            old, sizes = [before[dim] for dim in inner], [shape[dim] for dim in outer]
             real, ones = [size for size in sizes if size != 1], [label for label, size in old if size == 1]
             merged = [label for label, size in old if size != 1]
             roots = tuple(sorted({root for label in merged for root in label[0]}))
@@ -273,21 +276,3 @@ def _dynamic_slice(part: Labelled, starts: dict[Label, tuple[Any, int]]) -> Labe
     cuts = [starts.get(label, (0, size)) for label, size in zip(part.labels, part.array.shape, strict=True)]
     start, sizes = [cut[0] for cut in cuts], [cut[1] for cut in cuts]
     return part.changed(lambda x: jax.lax.dynamic_slice(x, start, sizes), part.labels)
-
-
-def _runs(old: Sequence[tuple[Label, int]], new: Sequence[int]) -> Iterable[tuple[Sequence[tuple[Label, int]], Sequence[int]]]:
-    """The shortest runs of neighbours that a reshape maps to each other."""
-    start = first = 0
-    while start < len(old) or first < len(new):
-        end, last = start, first
-        while True:
-            before, after = math.prod(size for _, size in old[start:end]), math.prod(new[first:last])
-            if before == after and (end > start or last > first):
-                break
-            # A dim of size 1 at the end belongs to the last run.
-            if (before <= after and end < len(old)) or last == len(new):
-                end += 1
-            else:
-                last += 1
-        yield old[start:end], new[first:last]
-        start, first = end, last

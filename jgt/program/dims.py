@@ -8,7 +8,7 @@ dims can be compared, sliced and extended.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import cast
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -76,3 +76,20 @@ def coarse_dims(dims: Dims, shape: Sequence[int], sizes: Mapping[str, int]) -> D
         return next((axes[:n] for n in range(len(axes) - 1, 0, -1) if size % num_parts(axes[:n], sizes) == 0), axes[:1])
 
     return tuple(coarse(axes, size) for axes, size in zip(dims, shape, strict=True))
+
+
+def reshape_runs(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, range]]:
+    """The shortest runs of neighbouring dims that a reshape from one shape to another maps to each other; together they are all dims."""
+    start = first = 0
+    while start < len(old) or first < len(new):
+        end, last = start, first
+        # A run of one side alone is a dim of size 1. In an empty array the last sizes may differ.
+        while (end, last) != (len(old), len(new)):
+            if (end, last) != (start, first) and math.prod(old[start:end]) == math.prod(new[first:last]):
+                break
+            if last == len(new) or (end < len(old) and math.prod(old[start:end]) <= math.prod(new[first:last])):
+                end += 1
+            else:
+                last += 1
+        yield range(start, end), range(first, last)
+        start, first = end, last

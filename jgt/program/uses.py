@@ -9,11 +9,11 @@ use. `layers/attn/q` of shape [layers, embed, heads] is thus used under `layers/
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from jgt.program import jaxpr as jx
+from jgt.program.dims import reshape_runs
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.parts import separate
 from jgt.program.places import Place, place_of
@@ -146,20 +146,9 @@ def _through(equation: Equation, trail: _Trail, rank: int) -> _Trail:
 def _reshaped(dims: tuple[int | None, ...], old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int | None, ...]:
     """The dims after a reshape: a dim that it divides is the dim of each part, and a dim that it makes of several is None."""
     result: list[int | None] = []
-    position = 0
-    while len(result) < len(new):
-        # The shortest runs of dims with the same number of entries on both sides belong together.
-        start, first = position, len(result)
-        position, end = position + 1, first + 1
-        while (sizes := (math.prod(old[start:position]), math.prod(new[first:end])))[0] != sizes[1]:
-            if sizes[0] < sizes[1]:
-                position += 1
-            else:
-                end += 1
-            if position > len(old) or end > len(new):
-                return (None,) * len(new)
-        old_dims = {d for d, size in zip(dims[start:position], old[start:position], strict=True) if size != 1}
-        result += [old_dims.copy().pop() if len(old_dims) == 1 else None] * (end - first)
+    for before, after in reshape_runs(old, new):
+        kept = {dims[d] for d in before if old[d] != 1}
+        result += [kept.pop() if len(kept) == 1 else None] * len(after)
     return tuple(result)
 
 
