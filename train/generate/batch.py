@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from ..settings.drawing import Drawing
+from ..step.state import Tree
 from .caching import power_of_two
 from .draw import DrawSettings
 from .programs import TextPrograms
@@ -62,7 +63,7 @@ class _Row:
 class TextBatch:
     """Requests that run together on one mesh. All processes of a run make the same calls."""
 
-    def __init__(self, programs: TextPrograms, params: Any, variables: Any, *, rows: int):
+    def __init__(self, programs: TextPrograms, params: Tree, variables: Tree, *, rows: int):
         """params, variables: as `programs.placed` returns them. rows: rounded up to what the mesh can split."""
         self._programs, self._arrays = programs, (params, variables)
         count = programs.rows(rows)

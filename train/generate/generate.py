@@ -24,7 +24,7 @@ from ..data.config import DataConfig
 from ..data.tokenizer import TOKENIZER_REMEDY, Tokenizer, encoded_prompt
 from ..settings.drawing import Drawing, GenerateConfig
 from ..setup import Setup
-from ..step.state import State
+from ..step.state import State, Tree
 from ..step.trained import merged
 from .batch import TextBatch, TextRequest
 from .caching import caching_of
@@ -66,8 +66,8 @@ class Generator:
     def __init__(
         self,
         setup: Setup,
-        params: Any,
-        variables: Any,
+        params: Tree,
+        variables: Tree,
         tokenizer: Tokenizer | None,
         *,
         ends: Collection[int] = (),
@@ -79,7 +79,7 @@ class Generator:
         self._tokenizer, self._ends, self._config = tokenizer, frozenset(ends), config.generate
         self.seed = config.run.seed
 
-    def of(self, params: Any, variables: Any) -> Generator:
+    def of(self, params: Tree, variables: Tree) -> Generator:
         """This generator, with its programs, of other arrays of the same setup; params=None: of none, until another call."""
         other = copy.copy(self)
         other._arrays = (None, None) if params is None else self._programs.placed(params, variables)

@@ -24,6 +24,7 @@ import jgt
 from jgt import Rules
 
 from ..models.model import Model
+from ..step.state import Tree
 from .caching import Caching
 from .draw import DrawSettings, draw
 
@@ -63,7 +64,7 @@ class TextPrograms:
         """The number of rows for this many texts, so that the mesh splits equal parts."""
         return -(-count // self.shards) * self.shards
 
-    def layout(self, params: Any, variables: Any) -> tuple[Any, Any]:
+    def layout(self, params: Tree, variables: Tree) -> tuple[Any, Any]:
         """The model's arrays as the programs take them: shapes, types and shardings. params, variables: arrays or shapes."""
         rows = jax.ShapeDtypeStruct((self.shards,), jnp.int32)
         cache = self._cache_shapes(params, variables, self.shards, self.caching.longest)
@@ -76,7 +77,7 @@ class TextPrograms:
         shapes = jax.tree.map_with_path(placed, params, placement.params)
         return shapes, jax.tree.map(_shaped, variables, placement.inputs(variables, "variables"))
 
-    def placed(self, params: Any, variables: Any) -> tuple[Any, Any]:
+    def placed(self, params: Tree, variables: Tree) -> tuple[Any, Any]:
         """The model's arrays as the programs take them."""
         shapes, others = self.layout(params, variables)
         shardings, variables = (
@@ -86,18 +87,18 @@ class TextPrograms:
         if self.gathers:
             return jax.device_put(params, shardings), variables
 
-        def cast(params: Any) -> Any:
+        def cast(params: Tree) -> Any:
             return jax.tree.map(lambda x, to: x.astype(to.dtype), params, shapes)
 
         return jax.jit(cast, out_shardings=shardings)(params), variables
 
-    def state(self, params: Any, variables: Any, rows: int, slots: int) -> TextState:
+    def state(self, params: Tree, variables: Tree, rows: int, slots: int) -> TextState:
         """The shapes and shardings of the state of a batch. params, variables: arrays or shapes."""
         cache, ints = self._cache_shapes(params, variables, rows, slots), jax.ShapeDtypeStruct((rows,), jnp.int32)
         shapes = TextState(cache, ints, ints, jax.ShapeDtypeStruct((rows, self.vocab), jnp.bool))
         return jax.tree.map(_shaped, shapes, self._shardings(shapes))
 
-    def empty(self, params: Any, variables: Any, rows: int, slots: int) -> TextState:
+    def empty(self, params: Tree, variables: Tree, rows: int, slots: int) -> TextState:
         """The state of a batch without texts."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self.state(params, variables, rows, slots))
 
@@ -129,14 +130,14 @@ class TextPrograms:
     def write(self) -> Callable[..., tuple[TextState, Any]]:
         """(params, variables, state, settings) → the state after one more token of every row, and the tokens drawn next."""
 
-        def write(params: Any, variables: Any, state: TextState, settings: DrawSettings) -> tuple[TextState, Any]:
+        def write(params: Tree, variables: Tree, state: TextState, settings: DrawSettings) -> tuple[TextState, Any]:
             logits, cache = self._written(params, variables, state.cache, state.tokens, state.lengths)
             lengths = jnp.where(settings.is_live, state.lengths + 1, 0)
             return self._drawn(logits, TextState(cache, lengths, state.tokens, state.used), settings)
 
         return jax.jit(write, donate_argnums=2)
 
-    def _read(self, params: Any, variables: Any, tokens: jax.Array, lengths: jax.Array, step: jax.Array, slots: int) -> Any:
+    def _read(self, params: Tree, variables: Tree, tokens: jax.Array, lengths: jax.Array, step: jax.Array, slots: int) -> Any:
         sharded = jgt.shard(self._reader(slots), self.rules, self.mesh, state=["variables", "step"], partial=True, pad=self.pads)
         logits, cache = sharded(params, variables, tokens, lengths, step)
         return logits, jax.lax.with_sharding_constraint(cache, self._shardings(cache))
@@ -183,7 +184,7 @@ class TextPrograms:
     def _sharding(self, *axes: tuple[str, ...]) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(*(of_dim or None for of_dim in axes)))
 
-    def _shardings(self, tree: Any) -> Any:
+    def _shardings(self, tree: Tree) -> Any:
         """The shardings of a state, or of a cache alone."""
         if isinstance(tree, TextState):
             rows = self._sharding(self.batch)
@@ -197,18 +198,18 @@ class TextPrograms:
 
     @functools.cached_property
     def _written(self) -> Any:
-        def write(params: Any, variables: Any, cache: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
+        def write(params: Tree, variables: Tree, cache: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
             return self.model.run(lambda m: self.caching.write(m, tokens, lengths, cache), params, variables, False)[0]
 
         return jgt.shard(write, self.rules, self.mesh, state=["variables", "cache"], partial=True, pad=self.pads)
 
     def _reader(self, slots: int) -> Callable[..., Any]:
-        def read(params: Any, variables: Any, tokens: jax.Array, lengths: jax.Array, step: jax.Array) -> Any:
+        def read(params: Tree, variables: Tree, tokens: jax.Array, lengths: jax.Array, step: jax.Array) -> Any:
             return self.model.run(lambda m: self.caching.read(m, tokens, lengths, step, slots), params, variables, False)[0]
 
         return read
 
-    def _cache_shapes(self, params: Any, variables: Any, rows: int, slots: int) -> Any:
+    def _cache_shapes(self, params: Tree, variables: Tree, rows: int, slots: int) -> Any:
         tokens, ints, step = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, slots), (rows,), ()))
         return jax.eval_shape(self._reader(slots), params, variables, tokens, ints, step)[1]
 

@@ -19,7 +19,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ from ..records.console import Screen
 from ..setup import Setup
 from ..setup.feed import Feed
 from ..step.objective import mean_of_parts
-from ..step.state import State, digest_of_arrays
+from ..step.state import State, Tree, digest_of_arrays
 from .identity import Resume
 from .opened import open_run
 from .restored import restore_state
@@ -182,7 +182,7 @@ def _sample_losses(setup: Setup, state: State, batches: Iterable[dict[str, jax.A
     """
     loss = setup.objective.evaluated
 
-    def rows(params: Any, variables: Any, batch: dict[str, jax.Array]) -> jax.Array:
+    def rows(params: Tree, variables: Tree, batch: dict[str, jax.Array]) -> jax.Array:
         params = setup.objective.used(params)
         if not setup.objective.is_token_loss or setup.run.pipeline is not None:
             return jax.lax.map(lambda i: alone(params, variables, batch, i), jnp.arange(setup.run.config.train.batch))
@@ -191,7 +191,7 @@ def _sample_losses(setup: Setup, state: State, batches: Iterable[dict[str, jax.A
         # [b, s] → [b]
         return jnp.sum(weights * nats, axis=1) / jnp.maximum(jnp.sum(weights, axis=1), 1.0)
 
-    def alone(params: Any, variables: Any, batch: dict[str, jax.Array], row: jax.Array) -> jax.Array:
+    def alone(params: Tree, variables: Tree, batch: dict[str, jax.Array], row: jax.Array) -> jax.Array:
         # In every row, because the rules lay out the rows of a whole batch.
         total, part = loss(params, variables, {name: jnp.broadcast_to(x[row], x.shape) for name, x in batch.items()})
         return mean_of_parts(total, part.weight, 1)

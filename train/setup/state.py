@@ -134,13 +134,13 @@ class StateLayout:
         shardings = replace(self.shardings, **without_arrays(state))
         return jax.jit(self._enter, out_shardings=shardings, compiler_options=COMPILED_ONCE)(state)
 
-    def model_params(self, params: Any) -> Any:
+    def model_params(self, params: Tree) -> Any:
         """The model's parameters, from the state's."""
         if not self.storage.forms:
             return params
         return jax.jit(self.storage.left, out_shardings=self.storage.model.params, compiler_options=COMPILED_ONCE)(params)
 
-    def stored_params(self, params: Any) -> Any:
+    def stored_params(self, params: Tree) -> Any:
         """The inverse of `model_params`."""
         if not self.storage.forms:
             return params
@@ -207,7 +207,7 @@ class StateLayout:
     def averaged_params(self) -> Callable[[Any], Any]:
         """A function from an average, in f32 and laid out like moments, to the parameters that are trained."""
 
-        def to_parameters(average: Any) -> Any:
+        def to_parameters(average: Tree) -> Any:
             return jax.tree.map(lambda a, p: a.astype(p.dtype), average, self.shapes.params)
 
         return jax.jit(to_parameters, out_shardings=self.trained.of(self.storage.placement.params))
@@ -218,7 +218,7 @@ def without_arrays(state: State) -> dict[str, None]:
     return dict.fromkeys(OPTIONAL - state.arrays().keys())
 
 
-def _mean(tree: Tree, shardings: Any) -> Tree:
+def _mean(tree: Tree, shardings: Tree) -> Tree:
     """The mean of all replicas' arrays."""
     mean = functools.partial(jax.tree.map, mean_of_replicas)
     return jax.jit(mean, out_shardings=shardings, compiler_options=COMPILED_ONCE)(tree)

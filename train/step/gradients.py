@@ -43,7 +43,7 @@ class GradientSum:
     parts: int = 1
     pin: Callable[[Any], Any]
     replicas: Replicas | None = None
-    shardings: Any = None
+    shardings: Tree | None = None
     dtypes: Any = None
     sync: Replicas | None = None
     sums: Any = None
@@ -63,7 +63,7 @@ class GradientSum:
         return jnp.bfloat16 if self.wire == "bf16" else jnp.float32
 
     def differentiate(
-        self, objective: Objective, params: Tree, variables: Tree, batch: Arrays, waiting: Tree | None = None
+        self, objective: Objective, params: Tree, variables: Tree, batch: Arrays, waiting: Tree | None | None = None
     ) -> tuple[tuple[jax.Array, Part], Tree, Tree | None]:
         """The loss and the rest of its results, the gradient by the parameters as the state has them, and the gradients that wait now.
 
@@ -80,7 +80,7 @@ class GradientSum:
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, used)
             return (jnp.sum(values), Part(None, {}, variables)), self.pin(to_stored(gradients)[0]), waiting
 
-        def differentiated(variables: Any, rows: Arrays) -> tuple[tuple[jax.Array, Part], Any]:
+        def differentiated(variables: Tree, rows: Arrays) -> tuple[tuple[jax.Array, Part], Any]:
             result, gradients = jax.value_and_grad(objective.loss, has_aux=True)(used, variables, rows)
             return result, to_stored(gradients)[0]
 
@@ -100,7 +100,7 @@ class GradientSum:
         (value, weight, metrics, gradients), variables = self._in_turn(add, ((*zero, gradients), variables), split)
         return (value, Part(weight, metrics, variables)), gradients, waiting
 
-    def _of_replicas(self, replicas: Replicas, objective: Objective, used: Any, variables: Any, batch: Arrays) -> tuple[jax.Array, Any]:
+    def _of_replicas(self, replicas: Replicas, objective: Objective, used: Tree, variables: Tree, batch: Arrays) -> tuple[jax.Array, Any]:
         """The losses and gradients of all replicas, [R, ...] in f32. The loss is a sum over rows, without metrics."""
         lifted = jax.tree.map(replicas.lift, self.shardings)
 
@@ -120,14 +120,14 @@ class GradientSum:
         zeros = jax.tree.map(lambda p: jnp.zeros((replicas.count, *p.shape), jnp.float32), used)
         return self._in_turn(add, pinned((jnp.zeros(replicas.count, jnp.float32), zeros)), self._split(batch))
 
-    def _summed(self, replicas: Replicas, gradients: Tree, waiting: Tree | None) -> tuple[Any, Tree | None]:
+    def _summed(self, replicas: Replicas, gradients: Tree, waiting: Tree | None | None) -> tuple[Any, Tree | None]:
         """The sums over all replicas, [R, ...] → [...], of these gradients or of those that wait, and the ones that wait now."""
         if self.sync is None:
             return jax.tree.map(replicas.add_up, gradients, self.dtypes), None
         own = self._along_sync(replicas, self.sync, gradients)
         return self.sync.exchange(waiting if self.is_late else own, self.sums, self.wire), own if self.is_late else None
 
-    def _along_sync(self, replicas: Replicas, sync: Replicas, gradients: Any) -> Any:
+    def _along_sync(self, replicas: Replicas, sync: Replicas, gradients: Tree) -> Any:
         """The gradients of the replicas along the axis of `sync`, from all replicas' gradients. Late ones have the type of the wire."""
         if replicas.count > sync.count:
             # [R, ...] → [outer, others, ...]: the others add up first.
@@ -136,7 +136,7 @@ class GradientSum:
         return jax.tree.map(lambda g: g.astype(self._waiting_type), gradients) if self.is_late else gradients
 
     def _summed_beside_layers(
-        self, replicas: Replicas, objective: Objective, used: Any, variables: Any, batch: Arrays, waiting: Any
+        self, replicas: Replicas, objective: Objective, used: Tree, variables: Tree, batch: Arrays, waiting: Tree | None
     ) -> tuple[jax.Array, Any, Any]:
         """The losses of all replicas, the sums of the gradients that waited, which the scan over layers takes, and the new gradients."""
         values, gradients, sums = replicas.differentiate_beside_sums(

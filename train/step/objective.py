@@ -28,6 +28,7 @@ from jgt.document import InputError
 
 from ..models.model import LostError, Model, Settle, Terms
 from ..settings.code.names import FAILURES, call_problem, described, own_line
+from .state import Tree
 from .trained import merged
 
 Arrays = dict[str, jax.Array]
@@ -47,7 +48,7 @@ class Part(NamedTuple):
 
     weight: Any
     metrics: dict[str, tuple[Any, Any]]
-    variables: Any
+    variables: Tree
 
 
 Loss = Callable[[Any, Any, Arrays], tuple[jax.Array, Part]]
@@ -71,11 +72,11 @@ class Objective:
     settle: Settle = lambda variables: (variables, {})
     is_of_whole_batches: bool = False
 
-    def beside(self, frozen: Any) -> Objective:
+    def beside(self, frozen: Tree) -> Objective:
         """The objective as a function of the trained parameters alone. frozen: the others, as a state has them."""
         used = self.used(frozen)
 
-        def loss(params: Any, variables: Any, batch: Arrays) -> tuple[jax.Array, Part]:
+        def loss(params: Tree, variables: Tree, batch: Arrays) -> tuple[jax.Array, Part]:
             return self.loss(merged(params, used), variables, batch)
 
         return replace(self, loss=loss)
@@ -87,7 +88,7 @@ def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], wher
     where: the place and name of the model's key.
     """
 
-    def total(params: Any, variables: Any, batch: Arrays) -> tuple[jax.Array, Part]:
+    def total(params: Tree, variables: Tree, batch: Arrays) -> tuple[jax.Array, Part]:
         def use(module: Any) -> tuple[jax.Array, Terms]:
             value = loss(module, batch)
             return value, model.terms(module) if is_training else {}
@@ -111,7 +112,7 @@ def own_objective(model: Model, loss: Callable[..., Any], where: str, *, is_trai
     """
     mode = mode_of(loss, is_training)
 
-    def total(params: Any, variables: Any, batch: Arrays) -> tuple[jax.Array, Part]:
+    def total(params: Tree, variables: Tree, batch: Arrays) -> tuple[jax.Array, Part]:
         def use(module: Any) -> tuple[Any, Terms]:
             result = loss(module, batch, **mode)
             return result, model.terms(module) if is_training else {}

@@ -141,7 +141,7 @@ def make_eval_step(objective: Objective) -> Callable[[Any, Any, Arrays], dict[st
     The mean over several batches is the quotient of the sums of both.
     """
 
-    def eval_step(params: Any, variables: Any, batch: Arrays) -> dict[str, tuple[jax.Array, jax.Array]]:
+    def eval_step(params: Tree, variables: Tree, batch: Arrays) -> dict[str, tuple[jax.Array, jax.Array]]:
         total, part = objective.evaluated(objective.used(params), variables, batch)
         if objective.is_token_loss:
             return {"loss": (total, jnp.sum(batch["weights"]))}

@@ -17,11 +17,15 @@ import optax
 
 from jgt import Storage, path_text
 
+from .state import Tree
+
 Update = Callable[[optax.GradientTransformation, Any, Any, Any, jax.Array], tuple[Any, Any]]
 """update(optimizer, gradients, params, opt_state, applied) → params and opt_state; the old ones if `applied`, a bool[], is false."""
 
 
-def update_all(optimizer: optax.GradientTransformation, gradients: Any, params: Any, opt_state: Any, applied: jax.Array) -> tuple[Any, Any]:
+def update_all(
+    optimizer: optax.GradientTransformation, gradients: Tree, params: Tree, opt_state: optax.OptState, applied: jax.Array
+) -> tuple[Tree, optax.OptState]:
     """An update of all parameters at once."""
     updates, state = optimizer.update(gradients, opt_state, params)
     new, old = (optax.apply_updates(params, updates), state), (params, opt_state)
@@ -31,7 +35,9 @@ def update_all(optimizer: optax.GradientTransformation, gradients: Any, params: 
 def update_in_turn(storage: Storage) -> Update:
     """An update of one parameter after another. Moments come from the host's memory and return there."""
 
-    def update(optimizer: optax.GradientTransformation, gradients: Any, params: Any, opt_state: Any, applied: jax.Array) -> tuple[Any, Any]:
+    def update(
+        optimizer: optax.GradientTransformation, gradients: Tree, params: Tree, opt_state: optax.OptState, applied: jax.Array
+    ) -> tuple[Tree, optax.OptState]:
         named, tree = jax.tree.flatten_with_path(params)
         gradient_leaves = jax.tree.leaves(gradients)
         # A masked part of an optimizer has an empty MaskedNode in a parameter's place. As a leaf it has an owner, too.
@@ -72,6 +78,6 @@ def _owner(storage: Storage, path: str, x: Any) -> str | None:
     return None if place is None else place.path
 
 
-def _only(tree: Any, index: int, leaf: jax.Array) -> Any:
+def _only(tree: Any, index: int, leaf: jax.Array) -> Tree:
     """A tree with one leaf, and None, which is no leaf to JAX, in place of the others."""
     return jax.tree.unflatten(tree, [leaf if i == index else None for i in range(tree.num_leaves)])

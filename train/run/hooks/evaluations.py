@@ -23,6 +23,7 @@ from ...config import Run
 from ...journal.rows import read_metrics
 from ...processes.processes import number_of_first_process
 from ...records.clock import InFlight, steps_ahead
+from ...step.state import Tree
 
 EVENT = "event"
 """In a row of metrics.jsonl of what hooks have logged, which is no evaluation: the event."""
@@ -200,7 +201,7 @@ def _is_of_training(row: Mapping[str, Any]) -> bool:
     return "lr" in row
 
 
-def held_out_means(step: Any, params: Any, variables: Any, batches: Mapping[str, Iterable[Any]], mesh: Any) -> dict[str, float]:
+def held_out_means(step: Any, params: Tree, variables: Tree, batches: Mapping[str, Iterable[Any]], mesh: Any) -> dict[str, float]:
     """The evaluation of parameters, as the state has them, on held-out data: `eval_loss` and its like, and those of each part.
 
     step: the compiled evaluation. batches: the held-out batches by part of the data.
