@@ -33,6 +33,7 @@ from .disk import replaced
 from .json_text import read_object
 from .locks import lock
 from .streams import say
+from .worker import Worker
 
 SPOOL = "spool.json"
 _FILL = "fill.lock"
@@ -52,23 +53,21 @@ class Mirror:
     """
 
     def __init__(self, bucket: Bucket, folder: Path, seconds: float, is_mine: Callable[[str], bool], may_write: Callable[[], bool]):
-        self._bucket, self._folder, self._seconds = bucket.below(RECORDS), folder, seconds
+        self._bucket, self._folder = bucket.below(RECORDS), folder
         self._is_mine, self._may_write = is_mine, may_write
         self._sent: dict[str, list[int]] | None = None
         """A checksum of each part that the bucket has."""
-        self._lock, self._wake, self._is_closed, self._has_failed = threading.Lock(), threading.Event(), False, False
-        self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
-        self._thread.start()
+        self._lock, self._has_failed = threading.Lock(), False
+        self._worker = Worker("mirror", seconds, lambda is_last: self.copy())
+        self._worker.start()
 
     def wake(self) -> None:
         """Copies soon, without waiting."""
-        self._wake.set()
+        self._worker.wake()
 
     def close(self) -> None:
         """Copies for the last time."""
-        self._is_closed = True
-        self._wake.set()
-        self._thread.join()
+        self._worker.close()
 
     def flush(self, seconds: float) -> None:
         """Copies now, for at most so many seconds: the process ends."""
@@ -88,15 +87,6 @@ class Mirror:
             if not self._has_failed:
                 say(f"records cannot be copied to {self._bucket.url()}: {error.strerror or error}. Training continues, and tries again")
             self._has_failed = True
-
-    def _run(self) -> None:
-        is_last = False
-        while not is_last:
-            self._wake.wait(self._seconds)
-            self._wake.clear()
-            # Asked before the copy: what is written during one that is under way has to be copied, too.
-            is_last = self._is_closed
-            self.copy()
 
     def _copy(self) -> None:
         if self._sent is None:

@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 
 from ..files.disk import replaced, write_whole
 from ..files.json_text import read_object_file
+from ..files.worker import Worker
 from .rows import read_tail
 from .sink import Sink
 from .timeline import Timeline
@@ -117,30 +117,23 @@ class Status:
         self._fixed = {"process": process, "host": socket.gethostname(), "pid": os.getpid()}
         self._asked = asked
         self._sink = Sink(self._path.name, self._replace)
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="status", daemon=True)
+        self._worker = Worker("status", _SECONDS, self._tick)
+        self._worker.wake()
         # The system may allow no further thread; then the run has no status.
         with contextlib.suppress(RuntimeError):
-            self._thread.start()
+            self._worker.start()
 
     def close(self) -> None:
         """Writes the last status, with why the process ended, and returns; within a second, also if the disk does not answer."""
         self._timeline.figures.setdefault("end", "ended")
-        self._is_closed.set()
-        if self._thread.is_alive():
-            self._thread.join(_LAST_SECONDS)
+        self._worker.close(_LAST_SECONDS)
 
-    def _run(self) -> None:
-        is_last = False
-        while not is_last:
-            is_last = self._is_closed.is_set()
-            if self._is_ours():
-                self.write()
-            if self._asked is not None and not is_last:
-                for what in take_requests(self._path.parent):
-                    self._asked(what)
-            if not is_last:
-                self._is_closed.wait(_SECONDS)
+    def _tick(self, is_last: bool) -> None:
+        if self._is_ours():
+            self.write()
+        if self._asked is not None and not is_last:
+            for what in take_requests(self._path.parent):
+                self._asked(what)
 
     def write(self) -> None:
         """Writes the status as it is now, or says once that this fails."""

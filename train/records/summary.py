@@ -26,6 +26,7 @@ from jgt.document import InputError
 
 from ..journal.accounts import read_accounts
 from ..journal.rows import read_metrics
+from ..settings.formats import duration_text, short_text
 from ..setup import Setup
 
 _FILES = {
@@ -215,22 +216,3 @@ _LAST: Mapping[str, Callable[[float], str]] = {
     "step_time_s": lambda value: f"{value * 1000:.0f} ms",
     "epoch": lambda value: f"epoch {value:.2f}",
 }
-
-
-def short_text(count: float) -> str:
-    """A number in at most five characters: `999`, `12.3k`, `1.23G`."""
-    for unit in ("", "k", "M", "G", "T", "P"):
-        if abs(count) < 999.5 or unit == "P":
-            return f"{count:.0f}" if not unit else f"{count:#.3g}".rstrip(".") + unit
-        count /= 1000
-    raise AssertionError
-
-
-def duration_text(seconds: float) -> str:
-    """A duration in at most six characters, for a hundred days: `45s`, `12m30s`, `1h02m`, `3d04h`."""
-    minutes, hours, days = (int(seconds // unit) for unit in (60, 3600, 86400))
-    if not minutes:
-        return f"{seconds:.0f}s"
-    if not hours:
-        return f"{minutes}m{int(seconds % 60):02}s"
-    return f"{hours}h{minutes % 60:02}m" if not days else f"{days}d{hours % 24:02}h"

@@ -35,7 +35,7 @@ from ..files.bucket import is_url, place_of
 from ..files.cache import local_folder
 from ..files.streams import say
 from ..models.config import ModelConfig
-from ..records.summary import duration_text
+from ..settings.formats import duration_text
 from ..settings.sections import DPO
 from ..setup import Setup
 from ..setup.published import published_params

@@ -299,7 +299,7 @@ def test_the_last_copy_has_what_was_written_during_the_one_before(tmp_path, monk
     closing = threading.Thread(target=mirror.close)
     closing.start()
     log.write_text("one\ntwo\n")
-    while not mirror._wake.is_set():
+    while not mirror._worker._wake.is_set():
         time.sleep(0.01)
     go.set()
     closing.join()

@@ -156,7 +156,7 @@ def test_a_disk_that_does_not_answer_holds_up_nobody(tmp_path, monkeypatch):
     with records.phase("save", step=1):
         pass
     status.close()
-    assert status._thread.is_alive()
+    assert status._worker._thread.is_alive()
     answers.set()
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from train.records.summary import duration_text, short_text, step_line
+from train.records.summary import step_line
+from train.settings.formats import duration_text, short_text
 
 LOSS = {"loss": 2.4513, "grad_norm": 1.2345, "lr": 3e-4, "epoch": 0.25}
 CPU = LOSS | {"samples": 960, "tokens": 122_880, "time": 1.7e9, "step_time_s": 0.15, "tokens_per_s": 27_343.1, "mfu": None, "eta_s": 750.0}

@@ -15,6 +15,7 @@ from jgt import amount
 
 from ...journal.events import Event
 from ...journal.members import Member, clean, number, whole
+from ...settings.formats import duration_text
 from ..runs import Point, thinned
 from .present import Present
 
@@ -236,11 +237,7 @@ def _short(seconds: float | None) -> str:
 
 def _long(seconds: float) -> str:
     """`45s`, `12m`, `1h02m`, `3d04h`."""
-    minutes = int(min(seconds, 1e9) // 60)
-    if minutes < 60:
-        return f"{minutes}m" if minutes else f"{seconds:.0f}s"
-    hours = minutes // 60
-    return f"{hours}h{minutes % 60:02}m" if hours < 24 else f"{hours // 24}d{hours % 24:02}h"
+    return duration_text(min(seconds, 1e9), is_rough=True)
 
 
 def plain(lines: Sequence[Line]) -> str:
