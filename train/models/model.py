@@ -130,9 +130,10 @@ def of_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
     def run(use: Use, values: Any, variables: Any, is_training: bool) -> tuple[Any, Any]:
         filled = _filled(params, values), _filled(rest, _keys(variables, keys))
         module = nnx.merge(graphs[is_training], *filled)
-        before = _plain_arrays(module)
+        declared = _attributes(module).keys()
         result = use(module)
-        if lost := [name for name, x in _plain_arrays(module).items() if x is not before.get(name)]:
+        # What a module declares may carry values from its layers to its loss.
+        if lost := [name for name, x in _attributes(module).items() if name not in declared and isinstance(x, jax.Array)]:
             why = "is no variable of nnx, so its value would be lost. Return it, or make it an nnx.Variable in the model's __init__"
             raise LostError(f"the model's attribute {lost[0]} was set to an array, which {why}")
         after = nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
@@ -211,10 +212,10 @@ def _draws(apply: Callable[..., Any], params: Any, collections: Any) -> bool:
     return False
 
 
-def _plain_arrays(module: nnx.Module) -> dict[str, Any]:
-    """The arrays in the attributes of a module, and of those in it, that are no variables."""
-    nodes = [(path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Pytree)]
-    return {"/".join(map(str, (*path, name))): x for path, node in nodes for name, x in vars(node).items() if isinstance(x, jax.Array)}
+def _attributes(module: nnx.Module) -> dict[str, Any]:
+    """The attributes of a module and of those in it, by path."""
+    nodes = [(path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.Module)]
+    return {"/".join(map(str, (*path, name))): value for path, node in nodes for name, value in vars(node).items()}
 
 
 def _declared_by_nnx(module: nnx.Module) -> dict[str, Role]:

@@ -197,22 +197,25 @@ def test_an_nnx_model_trains_as_its_own_loop_does():
     np.testing.assert_allclose(found["var"], module.norm.var[...], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("place", ["cache", "seen/0", "inner/kept"])
-def test_an_array_that_a_loss_writes_into_the_model_is_refused(place):
-    class Keeps(Linear):
-        def __init__(self, rngs):
-            super().__init__(rngs)
-            self.cache, self.seen, self.inner = None, nnx.List([]), Linear(rngs)
+class Keeps(Linear):
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.doubled, self.inner = None, Linear(rngs)
 
+
+@pytest.mark.parametrize("place", ["cache", "inner/kept"])
+def test_an_array_that_a_loss_writes_into_the_model_is_refused(place):
     def loss(model, batch):
-        match place:
-            case "cache":
-                model.cache = batch["x"]
-            case "seen/0":
-                model.seen.append(batch["x"])
-            case _:
-                model.inner.kept = batch["x"]
+        setattr(model if place == "cache" else model.inner, place.split("/")[-1], batch["x"])
         return errors(model, batch).mean()
 
     with pytest.raises(InputError, match=f"^run.yaml:1: train.loss: the model's attribute {place} was set to an array, which is no "):
         stepped(Keeps, loss)
+
+
+def test_an_attribute_that_a_model_declares_carries_a_value_to_its_loss():
+    def loss(model, batch):
+        model.doubled = 2 * errors(model, batch).mean()
+        return model.doubled
+
+    assert stepped(Keeps, loss)
