@@ -207,7 +207,7 @@ def _on_event(event, arguments):
     if not _watches:
         return
     # The process in which chat templates run is jgt's own.
-    if event in _RUNS and not (event == "subprocess.Popen" and str(arguments[1][-1]).endswith("train/data/chat/sandbox.py")):
+    if event in _RUNS and not (event == "subprocess.Popen" and str(arguments[1][2:3]).endswith("train/data/chat/sandbox.py']")):
         _watches[-1].seen.append(f"{event} {arguments}")
     elif event == "open":
         path, mode, flags = arguments

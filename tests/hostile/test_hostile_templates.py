@@ -129,3 +129,13 @@ def test_a_slow_template_does_not_take_its_time_for_each_chat():
     with pytest.raises(InputError, match="it takes too long"):
         for _ in range(100):
             slow.render(CHAT)
+
+
+def test_each_of_many_chats_costs_little_once_a_template_has_taken_too_long(empty):
+    slow = ChatTemplate.of(Path("x"), REFUSED["two loops"], {})
+    begun = os.times().children_user
+    for _ in range(10):
+        with pytest.raises(InputError, match="it takes too long"):
+            slow.render(CHAT)
+    # A second for each would be ten.
+    assert os.times().children_user - begun < 6

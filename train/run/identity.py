@@ -195,6 +195,17 @@ def check_model(run: Run, before: Mapping[str, Any], weights: Path | str) -> Non
         raise InputError([f"{run.where('checkpoint.weights')}: checkpoint.weights: {weights}: {', '.join(different)}. {remedy}"])
 
 
+def check_saved_model(run: Run, before: Mapping[str, Any], where: str) -> None:
+    """Raises InputError with the keys of a run directory's file in which the model differs from a checkpoint's: the file was damaged."""
+    problems = [
+        f"{run.where(key)}: {key}: is {_shown(key, new)}, but {where} was saved with {_shown(key, old)}. Restore the file, or set {key}"
+        for key, old, new in _differences("model", _get(before, "config.model"), _fixed(run)["model"])
+        if run.is_from_file(key)
+    ]
+    if problems:
+        raise InputError(problems)
+
+
 def check_adapters(run: Run, before: Mapping[str, Any], weights: Path | str) -> None:
     """Raises InputError if the run would leave out or change the adapters of a checkpoint, whose fingerprints are `before`."""
     old = _get(before, "config.lora")

@@ -47,6 +47,7 @@ from ..weights.adapters import common_section
 from ..weights.origin import ORIGIN
 from .api import listed, own_code, start_jax_here
 from .folder import CONFIG
+from .identity import check_saved_model
 from .restored import restored_of_one, saved_params
 
 _PUBLISHED = "hf:"
@@ -241,6 +242,7 @@ def _newest(path: Path | str, run: Run) -> SavedStep:
     saved, reports = find_checkpoint(path, read_key(run.config.checkpoint.key))
     if saved is None:
         raise InputError([*reports, f"{path}: has no whole checkpoint{steps_near(path)}"])
+    check_saved_model(run, saved.manifest.fingerprints, str(saved.folder))
     return saved
 
 

@@ -65,9 +65,16 @@ def test_a_run_is_loaded_onto_any_mesh_without_its_data(tiny, tmp_path):
     # The names of rules that the model has not belong to a larger program.
     rules = {"axes": {"batch": ["data"]}, "signals": {"embed": {"params": {"embedding": ["tensor", None]}}}, "default": "replicate"}
     rules["signals"]["cache"] = {"params": {"k_cache": ["tensor", ...]}}
+    file = tmp_path / "run" / "config.yaml"
+    damaged = file.read_text().replace("rope_theta: 10000.0", "rope_theta: 18000.0")
     spread = jgt.load(tmp_path / "run", mesh={"data": 4, "tensor": 2}, rules=jgt.make_rules(rules))
     assert spread.params["embed"]["embedding"].sharding.spec == jax.P("tensor", None)
     np.testing.assert_allclose(alone.logits(tokens), spread.logits(tokens), atol=1e-5)
+    file.write_text(damaged)
+    with pytest.raises(jgt.InputError, match=r"model.rope_theta: is 18000.0, but .*/1 was saved with 10000.0. Restore the file, or set "):
+        jgt.load(tmp_path / "run")
+    again = jgt.load(tmp_path / "run", "model.rope_theta=1e4")
+    np.testing.assert_array_equal(alone.logits(tokens), again.logits(tokens))
 
 
 def test_what_is_no_model_is_refused(tmp_path):

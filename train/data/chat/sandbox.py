@@ -1,10 +1,10 @@
-"""The process in which chat templates run: `python sandbox.py`, started by `template.py`. It imports jinja2 and nothing of jgt.
+"""The process in which chat templates run: `python sandbox.py SECONDS`, started by `template.py`. It imports jinja2 and nothing of jgt.
 
 A template is a stranger's program. Jinja's sandbox keeps it from everything but its arguments, and has no limits of time and memory: a
 product of two numbers may fill any machine. So this process limits its own memory, and the system ends it when a template has used up its
 time. Each line on stdin is a request, and has one line as its answer: an object with the text, or with the reason why there is none.
 
-Time is CPU time, so that a busy machine changes nothing. A template has a second for a start, and earns more with each request and the
+Time is CPU time, so that a busy machine changes nothing. A template has some seconds for a start, and earns more with each request and the
 length of its messages: a slow one cannot take a second for each of a million chats.
 """
 
@@ -23,8 +23,8 @@ import jinja2.sandbox
 
 _MEMORY = 1 << 30
 """The bytes of this process, at most."""
-_START, _MOST, _EACH, _PER_BYTE = 1.0, 2.0, 0.02, 1e-6
-"""Seconds that a template may take at first, that it can have saved, and that a request and a byte of it bring."""
+_MOST, _EACH, _PER_BYTE = 2.0, 0.02, 1e-6
+"""Seconds that a template can have saved, and that a request and a byte of it bring."""
 _MAX_TEXT, _TEXTS = 1 << 20, 16
 """The characters that a template may add to a request, and how many times it may repeat it."""
 
@@ -34,7 +34,7 @@ def main() -> None:
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    environment, programs, left = _environment(), dict[int, jinja2.Template](), _START
+    environment, programs, left = _environment(), dict[int, jinja2.Template](), float(sys.argv[1])
     for line in sys.stdin.buffer:
         # Its signal ends the process, also within one long operation of Python's own.
         signal.setitimer(signal.ITIMER_PROF, min(_MOST, left + _EACH + _PER_BYTE * len(line)))

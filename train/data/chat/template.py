@@ -43,6 +43,8 @@ Spans = list[tuple[int, int]]
 """Parts of a text: the characters that they begin at and end before."""
 
 _MAX_BYTES = 1 << 25
+_FIRST, _AGAIN = 1.0, 0.1
+"""Seconds that templates may take at first, and once one has taken too long: rows are many."""
 _MARK = re.compile(r"(\{%[-+]?\s*)(end)?generation(?=\s*[-+]?%\})")
 _BESIDE, TOOL_TEMPLATE = ("chat_template", "tokenizer_config"), "additional_chat_templates/tool_use.jinja"
 _PROBE = "A text of no chat"
@@ -180,6 +182,7 @@ class _Sandbox:
     def __init__(self):
         self._process: subprocess.Popen[bytes] | None = None
         self._programs: dict[str, int] = {}
+        self._seconds = _FIRST
         # Requests are answered in several threads.
         self._lock = threading.Lock()
 
@@ -199,7 +202,7 @@ class _Sandbox:
             return {"why": str(error)}
         if self._process is None:
             # A session of its own: Ctrl-C lets a run finish its step, which may need a template.
-            command, pipe = [sys.executable, "-P", str(Path(__file__).with_name("sandbox.py"))], subprocess.PIPE
+            command, pipe = [sys.executable, "-P", str(Path(__file__).with_name("sandbox.py")), str(self._seconds)], subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
         line, code = b"", None
         try:
@@ -210,7 +213,7 @@ class _Sandbox:
         finally:
             # Also after Ctrl-C: its answer would be taken for that of the next request.
             if not line.endswith(b"\n"):
-                code = self.end()
+                code, self._seconds = self.end(), _AGAIN
         if code is None:
             return json.loads(line)
         return {"why": "it takes too long" if code == -signal.SIGPROF else f"it needs too much memory (exit code {code})"}
