@@ -1,7 +1,6 @@
 """The whole session is strict: 8 CPU devices, rank promotion raises, warnings are errors, a hung collective fails.
 
-`pytest -m slow --share 2/5` runs the third fifth of the slow tests. CI runs the next of 64 shares with each commit, so that every slow
-test runs within 64 commits.
+`pytest -m slow --share 2/5` runs the third fifth of the slow tests. CI runs another of 64 shares each time and all of them every night.
 """
 
 import os
