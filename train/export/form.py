@@ -22,7 +22,7 @@ from ..weights.described import Described, published
 from ..weights.describing import config_values, described_as_family, differences
 from ..weights.families import Family
 from ..weights.names import Shape, Source, sources_of
-from ..weights.origin import DESCRIPTION, ORIGIN, origin_files
+from ..weights.origin import DESCRIPTION, ORIGIN, check_kept, origin_files
 
 _OWN = "hugging_face"
 
@@ -60,6 +60,7 @@ def run_form(run: Run, folder: Path, shapes: Mapping[str, Shape]) -> Form:
 def form_of(config: ModelConfig, run_folder: Path, tokenizer: str | None, where: Callable[[str], str]) -> Form:
     """The form of a decoder. Raises InputError with every key that no config.json can say."""
     kept = run_folder / ORIGIN
+    check_kept(kept)
     if config.hf is None:
         described = described_as_family(config, where)
         files = origin_files(kept) if kept.is_dir() else origin_files(None, tokenizer)

@@ -1,20 +1,25 @@
 """The files that a run keeps of the published model that it began from: config.json and those of the tokenizer, in the run directory.
 
 An export needs them, and the folder of the model may be gone by then. They are copied when the run begins, and are small: the tensors stay
-where they are.
+where they are. Beside them stands a list of their sizes and checksums.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jgt.document import InputError
 
+from ..checkpoint.contents import file_entries
+from ..checkpoint.manifest import sealed
 from ..checkpoint.steps import remove
 from ..files.cache import local_file, local_folder
 from ..files.disk import sync_tree
+from ..files.json_text import read_object_file
 from .families import words
 from .foreign import inside
 
@@ -25,6 +30,7 @@ _OTHERS = words(
     f"generation_config.json {_TOKENIZER} tokenizer_config.json special_tokens_map.json tokenizer.model vocab.json merges.txt "
     "added_tokens.json chat_template.jinja chat_template.json"
 )
+_SUMS = "origin.json"
 _TEMPLATES = "additional_chat_templates"
 _MOST_BYTES = 1 << 28
 
@@ -49,8 +55,27 @@ def keep_origin(run_folder: Path, hf: str | None, tokenizer: str | None, templat
     for name, file in files.items():
         (new / name).parent.mkdir(exist_ok=True)
         (new / name).write_bytes(file.read_bytes())
+    (new / _SUMS).write_text(json.dumps(_sums(new), indent=1) + "\n")
     sync_tree(new)
     new.rename(target)
+
+
+def check_kept(folder: Path) -> None:
+    """Raises InputError if a file of `keep_origin` is not as the run kept it. Runs of earlier versions have no list. Raises OSError."""
+    try:
+        kept, found = read_object_file(folder / _SUMS), _sums(folder)
+    except FileNotFoundError:
+        return
+    if kept != found:
+        listed = kept["files"] if kept is not None and kept == sealed(kept) else None
+        names = [_SUMS] if listed is None else sorted(n for n in {*listed, *found["files"]} if listed.get(n) != found["files"].get(n))
+        why = "differs from what the run kept when it began. Put the published model's file back there"
+        raise InputError([f"{folder / name}: {why}" for name in names])
+
+
+def _sums(folder: Path) -> dict[str, Any]:
+    entries = [entry for entry in file_entries(folder, sha256=False) if entry.path != _SUMS]
+    return sealed({"files": {entry.path: [entry.size, entry.crc32] for entry in entries}})
 
 
 def origin_files(path: Path | None, tokenizer: str | None = None) -> Mapping[str, Path]:

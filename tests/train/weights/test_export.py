@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jgt
-from jgt.document import Node, bind
+from jgt.document import InputError, Node, bind
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.pieces import pieces
 from train.checkpoint.restore import restore_params
@@ -33,6 +33,7 @@ from train.step.state import State
 from train.weights.described import published
 from train.weights.describing import described_as_family, differences
 from train.weights.load import open_files
+from train.weights.origin import ORIGIN, check_kept, keep_origin
 from train.weights.safetensors import open_folder
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "weights"
@@ -414,3 +415,25 @@ def test_a_model_that_cannot_be_exported_is_refused_before_it_is_trained(tmp_pat
     with pytest.raises(jgt.InputError, match="no family of published models has this"):
         train(load(config))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "origin.json"])
+@pytest.mark.parametrize("change", ["a bit", "removed"])
+def test_a_file_that_a_run_kept_and_that_has_changed_since_is_refused(name, change, tmp_path):
+    published, run = tmp_path / "published", tmp_path / "run"
+    published.mkdir()
+    run.mkdir()
+    for each in ("config.json", "tokenizer.json"):
+        (published / each).write_text('{"size": 4}')
+    keep_origin(run, str(published), None)
+    check_kept(run / ORIGIN)
+    file = run / ORIGIN / name
+    if change == "removed":
+        file.unlink()
+    else:
+        file.write_text(file.read_text().replace("4", "5", 1))
+    if (name, change) == ("origin.json", "removed"):
+        check_kept(run / ORIGIN)  # A run of an earlier version has no list.
+        return
+    with pytest.raises(InputError, match=f"origin/{name}: differs from what the run kept"):
+        check_kept(run / ORIGIN)
