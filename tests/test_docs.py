@@ -18,13 +18,15 @@ import jgt
 from jgt import document
 from jgt.__main__ import main as jgt_main
 from jgt.command.commands import find_commands
+from jgt.document.bind import keys_of
 from jgt.mesh import sizes
 from jgt.pipeline.config import PipelineConfig
 from jgt.planner.budget import Budget
 from jgt.planner.findings import FindingKind
 from jgt.planner.hardware.chip import chip_names
 from jgt.planner.hlo.collectives import Collective
-from jgt.rules import load
+from jgt.rules import Action, BackwardRule, SignalRule, axes
+from jgt.rules.load import RulesFile
 from jgt.schedule import custom, schedules
 from jgt.schedule.__main__ import parser as schedule_parser
 from jgt.schedule.simulate import number_text, simulate
@@ -571,7 +573,7 @@ def test_the_limits_of_files_stand_there():
     numbers += [sections.MAX_FLAGS, sections.MAX_NAME, sections.MAX_PATH, data_config.MAX_PARTS, files.MAX_NAMES]
     numbers += [data_documents.MAX_LINE_BYTES, packed.MAX_RATIO, packed.MAX_EXPANDED, tokenizer.MAX_BYTES]
     assert [number for number in numbers if f"{number:,}" not in page] == []
-    assert load.MAX_AXES == sizes.MeshSizes.MOST_AXES
+    assert axes.MAX_AXES == sizes.MeshSizes.MOST_AXES
     assert f"more than {MAX_VIRTUAL_CPU:,} are only for" in TRAINING.read_text()
 
 
@@ -606,10 +608,10 @@ def test_the_keys_of_a_part_of_a_mixture_stand_there():
 def test_every_key_of_the_rules_stands_there():
     text = RULES.read_text().split("## Specs")[0]
     keys = {row[0].strip("`") for row in rows(text)} - {"key"}
-    inside = {f"signals.*.{key}" for key in load.SIGNAL_KEYS if key != "backward"}
-    backward = {f"signals.*.backward.{key}" for key in load.BACKWARD_KEYS}
-    assert keys == {"extends", *load.TOP_KEYS} | inside | backward
-    for action in load.ACTIONS:
+    inside = {f"signals.*.{key.name}" for key in keys_of(SignalRule) if key.name != "backward"}
+    backward = {f"signals.*.backward.{key.name}" for key in keys_of(BackwardRule)}
+    assert keys == {"extends", *(key.name for key in keys_of(RulesFile))} | inside | backward
+    for action in typing.get_args(Action):
         assert f"`{action}`" in text
 
 

@@ -13,6 +13,7 @@ written as the other, if it is whole (`steps: 1e3`, `lr: 1`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import types
 import typing
@@ -48,51 +49,98 @@ class Bound:
         return None
 
 
-def bind(node: Node, cls: type[_T], problems: list[str]) -> _T | None:
+@dataclass(frozen=True)
+class ReadBy:
+    """For `Annotated[T, ReadBy(...)]`: a value that its owner reads.
+
+    read: gets the node, the list of problems and what `bind` was given, and returns the value.
+    schema: the JSON Schema of the value.
+    """
+
+    read: Callable[[Node, list[str], typing.Any], object]
+    schema: Mapping[str, object]
+
+
+def bind(node: Node, cls: type[_T], problems: list[str], given: object = None) -> _T | None:
     """Fills a frozen dataclass from a mapping. Appends to `problems`, and returns None if a field could not be filled.
 
-    Field types may be bool, int, float, str, Literal, a dataclass, `tuple[T, ...]`, `dict[str, T]`, unions, `Annotated[number, Bound]`,
-    `Annotated[T, text]` with the end of messages about it, `Annotated[str, f]` where f returns why a text is wrong, or None, and Node for a
-    part that its owner reads. A class may have a method `problems()` that yields (field, message) for what only several fields together
-    show to be wrong. A static method `variant(node)` may name another class to fill instead, and `REST` the field that takes all keys that
-    are not fields, with their plain values, and `WORDS` what other keys mean.
+    Field types may be bool, int, float, str, Literal, a dataclass, `tuple[T, ...]`, `tuple[T, T]`, `dict[str, T]`, unions, and Node for a
+    part that its owner reads; `Annotated[number, Bound]`, `Annotated[T, text]` with the end of messages about it, `Annotated[str, f]` where
+    f returns why a text is wrong, or None, and `Annotated[T, ReadBy]`, whose function gets what is `given` here.
+
+    A field `where` is not a key: it gets the place of the node. Beside its fields, a class may have
+
+    problems(): yields (field, message) for what only several fields together show to be wrong.
+    variant(node): a static method that names another class to fill.
+    REST: the field that takes all keys that are not fields, with their plain values.
+    WORDS: what other keys mean.
+    NAME: the field for the key of an entry. A tuple of the class is then written as a mapping, whose entries may be null.
+    VALUE: the field that takes the whole node, which then is not a mapping of keys.
     """
-    if not isinstance(node.value, dict):
+    return _bind_class(node, cls, problems, given)
+
+
+def keys_of(cls: type) -> list[dataclasses.Field[typing.Any]]:
+    """The fields of a class that are keys of a file. Its owner sets those without init; `bind` sets the place and the name."""
+    set_by_bind = ("where", getattr(cls, "NAME", None))
+    return [field for field in dataclasses.fields(typing.cast("type[typing.Any]", cls)) if field.init and field.name not in set_by_bind]
+
+
+def is_required(field: dataclasses.Field[typing.Any]) -> bool:
+    """Whether a field has no default."""
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+@functools.cache
+def hints_of(cls: type) -> Mapping[str, object]:
+    """The type hints of a class, with `Annotated` and so with the bounds."""
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def _bind_class(node: Node, cls: type[_T], problems: list[str], given: object, name: str | None = None) -> _T | None:
+    """As `bind`. name: the key of an entry of a mapping, whose value the node is."""
+    num_before = len(problems)
+    whole: str | None = getattr(cls, "VALUE", None)
+    if whole is not None:
+        values = {whole: _bind_value(node, hints_of(cls)[whole], problems, given)}
+    elif isinstance(node.value, dict) or (node.value is None and name is not None):
+        if choose := getattr(cls, "variant", None):
+            cls = choose(node)
+        values = _values(node, cls, problems, given)
+    else:
         problems.append(node.problem(f"must be a mapping of keys to values, not {node.in_words()}"))
         return None
-    if choose := getattr(cls, "variant", None):
-        cls = choose(node)
-    num_before = len(problems)
-    # Fields without init are set by their owner; they are not keys of a file.
-    fields = {f.name: f for f in dataclasses.fields(typing.cast("type[typing.Any]", cls)) if f.init}
-    values = _values(node, node.value, cls, list(fields), problems)
-    for name, field in fields.items():
-        if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            said = next((line.strip() for line in (cls.__doc__ or "").splitlines() if line.strip().startswith(f"{name}: ")), "")
-            problems.append(node.problem(f"the key {name!r} is missing{said.removeprefix(name).rstrip('.')}"))
     if len(problems) > num_before:
         return None
+    if "where" in hints_of(cls):
+        values["where"] = node.where
+    if name is not None:
+        values[getattr(cls, "NAME")] = name  # noqa: B009
     # Only now: the checks of `problems` rely on the types and bounds of the single fields.
     bound = cls(**values)
-    for name, message in getattr(bound, "problems", tuple)():
+    for key, message in getattr(bound, "problems", tuple)():
         # The field may have its default: its key is named all the same, with the line of the section.
-        problems.append(Node(None, node.find(name).where, dotted_key(node.key, name)).problem(message))
+        problems.append(Node(None, node.find(key).where, dotted_key(node.key, key)).problem(message))
     return bound
 
 
-def _values(node: Node, children: Mapping[str, Node], cls: type, fields: list[str], problems: list[str]) -> dict[str, object]:
+def _values(node: Node, cls: type, problems: list[str], given: object) -> dict[str, object]:
     """The value of each field that the mapping has a key for."""
     rest: str | None = getattr(cls, "REST", None)
-    # include_extras keeps Annotated, and with it the bounds.
-    hints = typing.get_type_hints(cls, include_extras=True)
+    children, hints = node.children, hints_of(cls)
+    fields = {field.name: field for field in keys_of(cls)}
     values: dict[str, object] = {} if rest is None else {rest: {k: v.plain() for k, v in children.items() if k == rest or k not in fields}}
     for name, child in children.items():
         if name in fields and name != rest:
-            values[name] = _bind_value(child, hints[name], problems)
+            values[name] = _bind_value(child, hints[name], problems, given)
         elif rest is None:
             word = getattr(cls, "WORDS", {}).get(name)
             meant = f"Did you mean {word}?" if word else _inside(node, name, fields, hints) or nearest(name, fields)
             problems.append(child.problem(f"unknown key. {meant}"))
+    for name, field in fields.items():
+        if name not in values and is_required(field):
+            said = next((line.strip() for line in (cls.__doc__ or "").splitlines() if line.strip().startswith(f"{name}: ")), "")
+            problems.append(node.problem(f"the key {name!r} is missing{said.removeprefix(name).rstrip('.')}"))
     return values
 
 
@@ -100,17 +148,18 @@ def _inside(node: Node, name: str, fields: Iterable[str], hints: Mapping[str, ob
     """`Did you mean 'train.steps'?` for `steps`, if a section of this mapping has a key of that name and the mapping has no similar one."""
     if nearest(name, fields, lists=False):
         return ""
-    sections = [field for field in fields if name in getattr(hints[field], "__dataclass_fields__", ())]
+    classes = {field: typing.cast("type", hint) for field in fields if dataclasses.is_dataclass(hint := hints[field])}
+    sections = [field for field, cls in classes.items() if not hasattr(cls, "VALUE") and name in [key.name for key in keys_of(cls)]]
     return f"Did you mean {' or '.join(repr(dotted_key(dotted_key(node.key, section), name)) for section in sections)}?" if sections else ""
 
 
-def _bind_value(node: Node, hint: object, problems: list[str]) -> object:
+def _bind_value(node: Node, hint: object, problems: list[str], given: object) -> object:
     if hint is Node:
         return node
     if binder := _BINDERS.get(typing.get_origin(hint)):
-        return binder(node, typing.get_args(hint), problems)
+        return binder(node, typing.get_args(hint), problems, given)
     if dataclasses.is_dataclass(hint):
-        return bind(node, typing.cast("type[object]", hint), problems)
+        return _bind_class(node, typing.cast("type[object]", hint), problems, given)
     return _bind_scalar(node, hint, problems)
 
 
@@ -134,9 +183,12 @@ _HintArguments = tuple[object, ...]
 """The arguments of a generic type hint: (str, int) for dict[str, int]."""
 
 
-def _bind_annotated(node: Node, arguments: _HintArguments, problems: list[str]) -> object:
+def _bind_annotated(node: Node, arguments: _HintArguments, problems: list[str], given: object) -> object:
+    for owner in arguments[1:]:
+        if isinstance(owner, ReadBy):
+            return owner.read(node, problems, given)
     num_before = len(problems)
-    value = _bind_value(node, arguments[0], problems)
+    value = _bind_value(node, arguments[0], problems, given)
     # A text says what else may be meant.
     remedies = [text for text in arguments[1:] if isinstance(text, str)]
     for number in range(num_before, len(problems)) if remedies else ():
@@ -150,19 +202,19 @@ def _bind_annotated(node: Node, arguments: _HintArguments, problems: list[str]) 
     return value
 
 
-def _bind_union(node: Node, arguments: _HintArguments, problems: list[str]) -> object:
+def _bind_union(node: Node, arguments: _HintArguments, problems: list[str], given: object) -> object:
     if node.value is None and type(None) in arguments:
         return None
     for option in arguments:
         # It knows from the node which class is meant.
         if hasattr(option, "variant"):
-            return _bind_value(node, option, problems)
+            return _bind_value(node, option, problems, given)
     trials: list[tuple[object, list[str]]] = []
     # Where a float is allowed, a float is not read as a whole number.
     for option in sorted(arguments, key=lambda option: option is not float) if isinstance(node.value, float) else arguments:
         if option is not type(None):
             trial_problems: list[str] = []
-            value = _bind_value(node, option, trial_problems)
+            value = _bind_value(node, option, trial_problems, given)
             if not trial_problems:
                 return value
             trials.append((value, trial_problems))
@@ -172,7 +224,7 @@ def _bind_union(node: Node, arguments: _HintArguments, problems: list[str]) -> o
     return value
 
 
-def _bind_literal(node: Node, arguments: _HintArguments, problems: list[str]) -> object:
+def _bind_literal(node: Node, arguments: _HintArguments, problems: list[str], _: object) -> object:
     value = node.value
     # In Python 1 == True; a choice of numbers must not take true.
     if value not in arguments or isinstance(value, bool) != isinstance(arguments[0], bool):
@@ -181,22 +233,33 @@ def _bind_literal(node: Node, arguments: _HintArguments, problems: list[str]) ->
     return value
 
 
-def _bind_tuple(node: Node, arguments: _HintArguments, problems: list[str]) -> object:
+def _bind_tuple(node: Node, arguments: _HintArguments, problems: list[str], given: object) -> object:
+    if hasattr(arguments[0], "NAME"):
+        return _bind_named(node, typing.cast("type[object]", arguments[0]), problems, given)
     if not isinstance(node.value, list):
         example = f". Write [{', '.join(node.value.split())}]" if isinstance(node.value, str) else ""
         problems.append(node.problem(f"must be a list, not {node.in_words()}{example}"))
         return None
-    return tuple(_bind_value(item, arguments[0], problems) for item in node.value)
+    if arguments[-1] is not ... and len(node.value) != len(arguments):
+        problems.append(node.problem(f"must be a list of {len(arguments)}, not of {len(node.value)}"))
+        return None
+    return tuple(_bind_value(item, arguments[0], problems, given) for item in node.value)
 
 
-def _bind_dict(node: Node, arguments: _HintArguments, problems: list[str]) -> object:
+def _bind_named(node: Node, cls: type[object], problems: list[str], given: object) -> object:
+    if not isinstance(node.value, dict | None):
+        problems.append(node.problem(f"must be a mapping of keys to values, not {node.in_words()}"))
+    return tuple(_bind_class(item, cls, problems, given, name) for name, item in node.children.items())
+
+
+def _bind_dict(node: Node, arguments: _HintArguments, problems: list[str], given: object) -> object:
     if not isinstance(node.value, dict):
         problems.append(node.problem(f"must be a mapping, not {node.in_words()}"))
         return None
-    return {name: _bind_value(item, arguments[1], problems) for name, item in node.value.items()}
+    return {name: _bind_value(item, arguments[1], problems, given) for name, item in node.value.items()}
 
 
-_BINDERS: Mapping[object, Callable[[Node, _HintArguments, list[str]], object]] = {
+_BINDERS: Mapping[object, Callable[[Node, _HintArguments, list[str], object], object]] = {
     typing.Annotated: _bind_annotated,
     typing.Union: _bind_union,
     types.UnionType: _bind_union,

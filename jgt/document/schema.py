@@ -12,10 +12,10 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
-from jgt.document.bind import Bound
+from jgt.document.bind import Bound, ReadBy, hints_of, is_required, keys_of
 from jgt.document.node import Node
 
 Schema = dict[str, Any]
@@ -26,16 +26,10 @@ _SCALARS: Mapping[object, str] = {bool: "boolean", int: "integer", float: "numbe
 
 def schema_of(cls: type[Any], *, in_list: bool = False) -> Schema:
     """The schema of a mapping that `bind` reads as this class. in_list: it is an item of a list, which no file inherits in part."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    texts = descriptions(cls)
-    properties: Schema = {}
-    required: list[str] = []
-    rest = getattr(cls, "REST", None)
-    for field in dataclasses.fields(cls):
-        if field.init and field.name != rest:
-            properties[field.name] = {**_of_hint(hints[field.name]), **texts.get(field.name, {}), **_default(field)}
-            if in_list and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                required.append(field.name)
+    hints, texts, rest = hints_of(cls), descriptions(cls), getattr(cls, "REST", None)
+    keys = [field for field in keys_of(cls) if field.name != rest]
+    properties = {key.name: {**_of_hint(hints[key.name]), **texts.get(key.name, {}), **_default(key)} for key in keys}
+    required = [key.name for key in keys if in_list and is_required(key)]
     return mapping_of(properties) | ({"additionalProperties": True} if rest else {}) | ({"required": required} if required else {})
 
 
@@ -52,8 +46,7 @@ def file_schema(
     for name, schema in {**properties, **keys}.items():
         text = texts.get(name) or schema.get("description", f"The `{name}:` section.")
         # Every key may be null here.
-        is_optional = {"type": "null"} in schema.get("anyOf", ())
-        entries[name] = {"description": text, **or_null(schema["anyOf"][0] if is_optional else schema)}
+        entries[name] = {"description": text, **or_null(schema["anyOf"][0] if is_optional(schema) else schema)}
     return {"$schema": DIALECT, "title": title, **mapping_of(entries)}
 
 
@@ -65,6 +58,11 @@ def mapping_of(properties: Mapping[str, Schema]) -> Schema:
 def or_null(schema: Schema) -> Schema:
     """The schema, or null: in a file that extends another, null removes what the other has."""
     return {"anyOf": [schema, {"type": "null"}]}
+
+
+def is_optional(schema: Schema) -> bool:
+    """Whether the schema is one that `or_null` returns."""
+    return {"type": "null"} in schema.get("anyOf", ())
 
 
 def descriptions(cls: type[Any]) -> dict[str, Schema]:
@@ -92,25 +90,35 @@ def _default(field: dataclasses.Field[Any]) -> Schema:
 
 
 def _of_hint(hint: object) -> Schema:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Node:
         # Its owner reads it, and knows its schema.
         return {}
-    if origin is typing.Annotated:
-        return _of_hint(arguments[0]) | _limits([bound for bound in arguments[1:] if isinstance(bound, Bound)])
-    if origin is Literal:
-        return {"enum": list(arguments)}
-    if origin in (typing.Union, types.UnionType) and (own := [option for option in arguments if hasattr(option, "REST")]):
-        return _named(own[0], next(option for option in arguments if hasattr(option, "variant")))
-    if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [_of_hint(argument) for argument in arguments]}
-    if origin is tuple:
-        return {"type": "array", "items": _of_item(arguments[0])}
-    if origin is dict:
-        return {"type": "object", "additionalProperties": _of_hint(arguments[1])}
+    if of_arguments := _BY_ORIGIN.get(typing.get_origin(hint)):
+        return of_arguments(typing.get_args(hint))
     if dataclasses.is_dataclass(hint):
-        return schema_of(cast("type[Any]", hint))
+        cls = cast("type[Any]", hint)
+        return _of_hint(hints_of(cls)[cls.VALUE]) if hasattr(cls, "VALUE") else schema_of(cls)
     return {"type": _SCALARS[hint]}
+
+
+def _annotated(arguments: tuple[Any, ...]) -> Schema:
+    owners = [owner for owner in arguments[1:] if isinstance(owner, ReadBy)]
+    bounds = [bound for bound in arguments[1:] if isinstance(bound, Bound)]
+    return dict(owners[0].schema) if owners else _of_hint(arguments[0]) | _limits(bounds)
+
+
+def _union(arguments: tuple[Any, ...]) -> Schema:
+    own = [option for option in arguments if hasattr(option, "REST")]
+    if own:
+        return _named(own[0], next(option for option in arguments if hasattr(option, "variant")))
+    return {"anyOf": [_of_hint(argument) for argument in arguments]}
+
+
+def _tuple(arguments: tuple[Any, ...]) -> Schema:
+    if hasattr(arguments[0], "NAME"):
+        return {"type": "object", "additionalProperties": _of_hint(arguments[0])}
+    length = {} if arguments[-1] is ... else {"minItems": len(arguments), "maxItems": len(arguments)}
+    return {"type": "array", "items": _of_item(arguments[0]), **length}
 
 
 def _named(own: Any, plain: Any) -> Schema:
@@ -127,3 +135,14 @@ def _of_item(hint: object) -> Schema:
 def _limits(bounds: list[Bound]) -> Schema:
     words = {"low": "minimum", "high": "maximum", "above": "exclusiveMinimum"}
     return {word: value for bound in bounds for name, word in words.items() if (value := getattr(bound, name)) is not None}
+
+
+_BY_ORIGIN: Mapping[object, Callable[[tuple[Any, ...]], Schema]] = {
+    typing.Annotated: _annotated,
+    typing.Union: _union,
+    types.UnionType: _union,
+    Literal: lambda arguments: {"enum": list(arguments)},
+    tuple: _tuple,
+    dict: lambda arguments: {"type": "object", "additionalProperties": _of_hint(arguments[1])},
+}
+"""By the origin of a generic type hint, as for `bind`."""

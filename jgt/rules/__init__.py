@@ -26,12 +26,13 @@ from jgt.rules.matching import (
     match_tensor,
 )
 from jgt.rules.pattern import matches, prefixes
-from jgt.rules.rules import Action, ContextRule, ExpertsRule, Match, OverlapRule, Rules, SaveRule, SignalRule
+from jgt.rules.rules import Action, BackwardRule, ContextRule, ExpertsRule, Match, OverlapRule, Rules, SaveRule, SignalRule
 from jgt.rules.spec import SpecRule, misfits
 
 __all__ = [
     "Action",
     "AnyMatch",
+    "BackwardRule",
     "ContextRule",
     "ExpertsRule",
     "Match",

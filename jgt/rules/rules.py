@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
-from jgt.document import nearest
+from jgt.document import Bound, nearest
+from jgt.rules.axes import Axis
 from jgt.rules.pattern import matches, matches_end, prefixes
 from jgt.rules.spec import SpecRule
 
@@ -22,6 +23,7 @@ Action = Literal["keep", "recompute", "offload"]
 class SaveRule:
     """The fate of a named tensor until the backward pass: it is kept on the device, recomputed, or offloaded to the host."""
 
+    NAME, VALUE = "name", "action"
     name: str
     action: Action
     # Rules are equal wherever they were written, so a cache whose key contains them finds them again.
@@ -32,69 +34,99 @@ class SaveRule:
 class OverlapRule:
     """The mesh axis whose sends the matmuls of a signal hide."""
 
-    axis: str
+    VALUE = "axis"
+    axis: Axis
     where: str = field(default="rules", compare=False)
-
-
-Overflow = Literal["rounds", "drop"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsRule:
-    """The mesh axis that holds the experts of a signal, and how rows travel to them: by an all-to-all of arrays with a fixed capacity.
+    """Where the experts of a signal are, and how rows travel to them.
 
-    room: the capacity factor, which is the rows that each pair of devices has room for, over their number if all experts are chosen equally
-    often. over: what becomes of further rows.
+    axis: the mesh axis that holds the experts.
+    exchange: how rows travel: by an all-to-all of arrays with a fixed capacity.
+    room: the capacity factor: the rows that each pair of devices has room for, over their number if all experts are chosen equally often.
+    over: what becomes of rows beyond the capacity: they are sent in further rounds, or dropped.
     """
 
-    axis: str
-    room: float = 1.25
-    over: Overflow = "rounds"
+    axis: Axis
+    exchange: Literal["all-to-all"] = "all-to-all"
+    room: Annotated[float, Bound(low=1, high=1024)] = 1.25
+    over: Literal["rounds", "drop"] = "rounds"
     where: str = field(default="rules", compare=False)
 
 
-Method = Literal["gather", "ring", "ulysses"]
-Order = Literal["plain", "zigzag", "zigzag_rows"]
+Method = Literal["ring", "gather", "ulysses"]
+_Names = Annotated[tuple[str, str, str, str], "Write a list of four names: of q, k, v and of the attention's result"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContextRule:
     """The mesh axis that splits the sequence of a signal's attention, and how queries and keys meet.
 
-    order: the order in which devices compute; None: zigzag for a causal ring, else plain; zigzag_rows: the rows have it already.
-    between: the names of the tensors q, k, v and of the result.
+    axis: the mesh axis that splits the sequence.
+    method: how keys reach queries: around a ring, all at once, or by an exchange of rows for heads.
+    order: the order of the parts of a sequence in which devices compute; null: zigzag for a causal ring, else plain; zigzag_rows: the rows
+    have it already. In zigzag order all devices have equal work under a causal mask.
+    between: the names of the tensors q, k and v, and of the attention's result.
     """
 
-    axis: str
-    method: Method
-    order: Order | None = None
-    between: tuple[str, str, str, str] = ("q", "k", "v", "heads")
+    axis: Axis
+    method: Method = "ring"
+    order: Literal["plain", "zigzag", "zigzag_rows"] | None = None
+    between: _Names = ("q", "k", "v", "heads")
     where: str = field(default="rules", compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardRule:
+    """Other specs for the cotangents of a signal.
+
+    out: the spec of the cotangents of the values that leave the signal.
+    tensors: the spec of the cotangent of each tensor that signal.tensor names.
+    """
+
+    out: SpecRule | None = None
+    tensors: tuple[SpecRule, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignalRule:
     """The rules of the signals that `pattern` matches.
 
-    params, optimizer: specs of parameters that are used below the signal, and of their optimizer state. tensors, save: specs of
-    tensors that are named below it, and whether they are kept. out: the spec of floating values that are computed inside
-    the signal and used outside. backward_out, backward_tensors: specs of the cotangents, where they differ. overlap: what the matmuls below
-    the signal hide. experts: where the experts are that are called below it. context: how the attention below it is split along the
-    sequence.
+    params: the spec of each parameter that is used below the signal, by the end of its path.
+    optimizer: the spec of each parameter's optimizer state and gradient, where it differs from the parameter's.
+    tensors: the spec of each tensor that signal.tensor names.
+    out: the spec of the floating values that are computed inside the signal and used outside.
+    backward: other specs for the cotangents.
+    save: what becomes of a named tensor until the backward pass.
+    overlap: the mesh axis whose sends run beside the matmuls of the signal, part by part.
+    experts: where the experts are that the signal calls, and how rows travel to them.
+    context: the mesh axis that splits the sequence of the signal's attention, and how queries and keys meet.
     """
 
+    NAME = "pattern"
     pattern: str
     params: tuple[SpecRule, ...] = ()
     optimizer: tuple[SpecRule, ...] = ()
     tensors: tuple[SpecRule, ...] = ()
     out: SpecRule | None = None
-    backward_out: SpecRule | None = None
-    backward_tensors: tuple[SpecRule, ...] = ()
+    backward: BackwardRule | None = None
     save: tuple[SaveRule, ...] = ()
     overlap: OverlapRule | None = None
     experts: ExpertsRule | None = None
     context: ContextRule | None = None
     where: str = field(default="rules", compare=False)
+
+    @property
+    def backward_out(self) -> SpecRule | None:
+        """The spec of the cotangents of what leaves the signal, where it differs."""
+        return self.backward and self.backward.out
+
+    @property
+    def backward_tensors(self) -> tuple[SpecRule, ...]:
+        """The specs of the cotangents of named tensors, where they differ."""
+        return self.backward.tensors if self.backward else ()
 
     def covers(self, signal: str) -> bool:
         """Whether the pattern matches this signal or one around it."""
@@ -144,18 +176,21 @@ def first_match(candidates: Iterable[Candidate[RuleType]]) -> Match[RuleType]:
 class Rules:
     """The rules of one program, in order of precedence.
 
-    params, optimizer: specs of parameters under any signal; a tied parameter, which is used under several, needs such a rule.
-    inputs: specs of the arguments that are not parameters. default: what a parameter without a rule gets; None makes it an error.
+    inputs: the spec of each input, by its path.
+    params: the spec of each parameter, by the end of its path. A tied parameter, which is used under several signals, needs such a rule.
+    optimizer: the spec of each parameter's optimizer state and gradient, where it differs from the parameter's.
+    signals: what happens at each signal, by a pattern such as `layers/*`.
+    default: parameters without a rule are replicated. Without this key, they are an error.
     """
 
     FOLDER: ClassVar[str] = "rules"
     """The folder of the shipped rules files."""
 
-    signals: tuple[SignalRule, ...] = ()
+    inputs: tuple[SpecRule, ...] = ()
     params: tuple[SpecRule, ...] = ()
     optimizer: tuple[SpecRule, ...] = ()
-    inputs: tuple[SpecRule, ...] = ()
-    default: Literal["replicate"] | None = None
+    signals: tuple[SignalRule, ...] = ()
+    default: Annotated[Literal["replicate"], "Leave it out so that a parameter without a rule is an error"] | None = None
     where: str = field(default="rules", compare=False)
 
     def spec_rules(self) -> Iterator[SpecRule]:

@@ -1,8 +1,5 @@
 """Specs: which mesh axes shard which dim of a tensor.
 
-A spec is JAX's PartitionSpec as a plain tuple, plus `...` for any number of dims that are not sharded, so that it can be
-read, compared and checked without JAX. `[[data, fsdp], null, ...]` in a rules file is `(("data", "fsdp"), (), ...)`.
-
 A spec is written for the dims that the model uses, and fits tensors with exactly that many dims. `SpecRule.dims` turns it into
 the axes of each dim of one tensor; from then on there is no `...`. `misfits` compares these with the tensor's shape. A dim whose
 size the axes do not divide is an error, with the sizes that would fit: XLA would pad it and move padding between devices in every step.
@@ -13,19 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import EllipsisType
 from typing import cast
 
-Entry = tuple[str, ...] | EllipsisType
-Spec = tuple[Entry, ...]
-"""The axes of each dim, major to minor; () for no axis. One entry may be `...`, for any number of dims."""
+from jgt.rules.axes import Spec
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecRule:
     """A pattern, and the spec of everything that it matches. `where` is its file:line, which does not count when rules are compared."""
 
-    pattern: str
+    NAME, VALUE = "pattern", "spec"
+    pattern: str = "**"
     spec: Spec
     where: str = field(default="rules", compare=False)
 

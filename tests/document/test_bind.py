@@ -8,6 +8,7 @@ import pytest
 from problems import problems_of
 
 from jgt.document import Bound, Node, bind, merge, override, parse
+from jgt.document.bind import ReadBy
 
 # -- merge and override
 
@@ -203,3 +204,66 @@ def test_bind_reports_missing_keys_and_all_else_at_once():
         "z: unknown key. Known: x, y.",
         "file: the key 'y' is missing",
     ]
+
+
+def read_times(node, problems, times):
+    if not isinstance(node.value, int):
+        problems.append(node.problem("is no number"))
+        return 0
+    return node.value * times
+
+
+@dataclass(frozen=True)
+class Short:
+    VALUE = "x"
+    x: Annotated[int, ReadBy(read_times, {"type": "integer"})]
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Named:
+    """A named one.
+
+    short: the number.
+    """
+
+    NAME = "name"
+    name: str
+    short: Short
+    pair: tuple[str, str] = ("a", "b")
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    entries: tuple[Named, ...] = ()
+    shorts: tuple[Named, ...] | None = None
+
+
+def bound_times(text):
+    problems = []
+    return bind(parse(text, "f.yaml"), Table, problems, 10), problems
+
+
+def test_a_mapping_fills_a_tuple_of_classes_that_know_their_names_and_places():
+    value, problems = bound_times("entries:\n  first: {short: 3}\n  second:\n    pair: [c, d]\n    short: 4\nshorts: null")
+    assert problems == []
+    one, two = Named("first", Short(30, "f.yaml:2"), where="f.yaml:2"), Named("second", Short(40, "f.yaml:5"), ("c", "d"), "f.yaml:3")
+    assert value == Table((one, two), None)
+    assert bound_times("entries: null") == (Table(), [])
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("entries: [a]", "f.yaml:1: entries: must be a mapping of keys to values, not a list"),
+        ("entries: {a: {short: x}}", "f.yaml:1: entries.a.short: is no number"),
+        ("entries: {a: null}", "f.yaml:1: entries.a: the key 'short' is missing: the number"),
+        ("entries: {a: {short: 1, name: b}}", "f.yaml:1: entries.a.name: unknown key. Known: short, pair."),
+        ("entries: {a: {short: 1, where: b}}", "f.yaml:1: entries.a.where: unknown key. Known: short, pair."),
+        ("entries: {a: {short: 1, pair: [b]}}", "f.yaml:1: entries.a.pair: must be a list of 2, not of 1"),
+        ("entries: {a: {short: 1, pair: [b, c, d]}}", "f.yaml:1: entries.a.pair: must be a list of 2, not of 3"),
+    ],
+)
+def test_a_mistake_in_a_mapping_of_classes_is_named(text, problem):
+    assert bound_times(text) == (None, [problem])

@@ -4,7 +4,7 @@ import pytest
 
 import jgt
 from jgt.document import InputError, parse
-from jgt.rules import OverlapRule, Rules, SaveRule, SignalRule, SpecRule, load_rules, make_rules
+from jgt.rules import BackwardRule, OverlapRule, Rules, SaveRule, SignalRule, SpecRule, load_rules, make_rules
 
 FULL = """\
 axes: {batch: [data, fsdp]}
@@ -41,8 +41,7 @@ EXPECTED = Rules(
             optimizer=(spec("*/kernel", "data", "tensor"),),
             tensors=(spec("heads", ("data", "fsdp"), None, "tensor"),),
             out=spec("layers/attn", ("data", "fsdp"), ..., None),
-            backward_out=spec("layers/attn", ("data", "fsdp"), "tensor", None),
-            backward_tensors=(spec("heads", None),),
+            backward=BackwardRule(out=spec("layers/attn", ("data", "fsdp"), "tensor", None), tensors=(spec("heads", None),)),
             save=(SaveRule(name="heads", action="offload"), SaveRule(name="k*", action="keep")),
             overlap=OverlapRule(axis="tensor"),
         ),
@@ -143,16 +142,16 @@ def test_a_file_extends_another_entry_by_entry(tmp_path):
         ("axes: {g: {a: b}}", "r.yaml:1: axes.g: an axes group is a list of mesh axes"),
         (
             "signals: {a: {save: {h: kep}}}",
-            "r.yaml:1: signals.a.save.h: the text 'kep' is not one of keep, recompute, offload. Did you mean 'keep'?",
+            "r.yaml:1: signals.a.save.h: 'kep' is not one of keep, recompute, offload. Did you mean 'keep'?",
         ),
-        ("signals: {a: {save: {h: [keep]}}}", "r.yaml:1: signals.a.save.h: a list is not one of keep, recompute, offload"),
+        ("signals: {a: {save: {h: [keep]}}}", "r.yaml:1: signals.a.save.h: ['keep'] is not one of keep, recompute, offload"),
         ("signals: {a: {overlap: [x]}}", "r.yaml:1: signals.a.overlap: must be the name of a mesh axis or of a group in axes:, not a list"),
         (
             "axes: {g: [x, y]}\nsignals: {a: {overlap: g}}",
             "r.yaml:2: signals.a.overlap: is one mesh axis, but 'g' stands for x, y. Write one",
         ),
-        ("default: shard", "r.yaml:1: default: the text 'shard' is not allowed; write `replicate`"),
-        ("default: [a]", "r.yaml:1: default: a list is not allowed"),
+        ("default: shard", "r.yaml:1: default: 'shard' is not one of replicate. Leave it out"),
+        ("default: [a]", "r.yaml:1: default: ['a'] is not one of replicate"),
         ("inputs: x", "r.yaml:1: inputs: must be a mapping of keys to values, not the text 'x'"),
     ],
 )

@@ -29,9 +29,9 @@ def of_moe(**keys):
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"room": 0.5}, "room is a number from 1 to 1024, not the number 0.5"),
-        ({"room": "all"}, "room is a number from 1 to 1024"),
-        ({"exchange": "gather"}, "the text 'gather' is not one of all-to-all"),
+        ({"room": 0.5}, "0.5 is too small; it must be at least 1"),
+        ({"room": "all"}, "room: must be a number, not the text 'all'"),
+        ({"exchange": "gather"}, "'gather' is not one of all-to-all"),
         ({"over": "rounded"}, "is not one of rounds, drop"),
         ({"axis": "experts"}, "the mesh has no axis 'experts'. Did you mean 'expert'?"),
         ({"axes": "expert"}, "unknown key. Did you mean 'axis'?"),
@@ -42,7 +42,9 @@ def test_wrong_values(keys, said):
 
 
 def test_an_axis_is_needed():
-    assert "needs the mesh axis that holds the experts" in refused(lambda rules: rules["signals"]["**/moe"]["experts"].pop("axis"))
+    assert "the key 'axis' is missing: the mesh axis that holds the experts" in refused(
+        lambda rules: rules["signals"]["**/moe"]["experts"].pop("axis")
+    )
 
 
 def test_the_axis_divides_the_experts():
