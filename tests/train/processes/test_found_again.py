@@ -44,19 +44,20 @@ TIMES = {"time", "step_time_s", "tokens_per_s", "samples_per_s", "mfu"}
 AT_STEP = """
 import os, signal, time
 from pathlib import Path
-from train.run import loop
+from train.run.hooks.evaluator import Evaluator
+from train.run.loop import Loop
 
-plain = loop.Loop.{method}
+plain = {method}
 
 def killed(self, *arguments, **named):
     found = plain(self, *arguments, **named) if {after} else None
-    if self.position.step == {step}:
+    if {at} == {step}:
         while {waits} and not Path({run!r}, "checkpoints", "{step}").exists():
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGKILL)
     return found if {after} else plain(self, *arguments, **named)
 
-loop.Loop.{method} = killed
+{method} = killed
 """
 IN_EXPORT = """
 import os, signal
@@ -109,15 +110,16 @@ KINDS = {
 
 
 def at_step(method, *, waits=True, after=False):
-    """The code of a kill at a step: by a method of the loop, when the step is saved, or while it is saved."""
-    return AT_STEP.replace("{method}", method).replace("{waits}", str(waits)).replace("{after}", str(after))
+    """The code of a kill at a step: by a method of the loop or of the evaluator, when the step is saved, or while it is saved."""
+    at = "self.position.step" if method.startswith("Loop.") else "arguments[0]"
+    return AT_STEP.replace("{method}", method).replace("{waits}", str(waits)).replace("{after}", str(after)).replace("{at}", at)
 
 
 CHOSEN = {
-    "saved": at_step("_evaluate_if_due"),
-    "evaluating": at_step("_log"),
-    "evaluated": at_step("_log", after=True),
-    "saving": at_step("_evaluate_if_due", waits=False),
+    "saved": at_step("Loop._evaluate_if_due"),
+    "evaluating": at_step("Evaluator.log"),
+    "evaluated": at_step("Evaluator.log", after=True),
+    "saving": at_step("Loop._evaluate_if_due", waits=False),
     "stamp": IN_EXPORT.format(function="write_stamp", after=False),
     "exported": IN_EXPORT.format(function="write_export", after=True),
     "reference": IN_REFERENCE,
