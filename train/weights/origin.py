@@ -15,7 +15,7 @@ from typing import Any
 from jgt.document import InputError
 
 from ..checkpoint.contents import file_entries
-from ..checkpoint.manifest import sealed
+from ..checkpoint.manifest import BrokenError, sealed
 from ..checkpoint.steps import remove
 from ..files.cache import local_file, local_folder
 from ..files.disk import sync_tree
@@ -66,6 +66,8 @@ def check_kept(folder: Path) -> None:
         kept, found = read_object_file(folder / _SUMS), _sums(folder)
     except FileNotFoundError:
         return
+    except BrokenError as error:
+        raise InputError([f"{folder}: {error}"]) from None
     if kept != found:
         listed = kept["files"] if kept is not None and kept == sealed(kept) else None
         names = [_SUMS] if listed is None else sorted(n for n in {*listed, *found["files"]} if listed.get(n) != found["files"].get(n))

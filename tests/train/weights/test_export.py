@@ -427,6 +427,10 @@ def test_a_file_that_a_run_kept_and_that_has_changed_since_is_refused(name, chan
         (published / each).write_text('{"size": 4}')
     keep_origin(run, str(published), None)
     check_kept(run / ORIGIN)
+    (run / ORIGIN / "odd").symlink_to(published)
+    with pytest.raises(InputError, match="origin: odd is a link"):
+        check_kept(run / ORIGIN)
+    (run / ORIGIN / "odd").unlink()
     file = run / ORIGIN / name
     if change == "removed":
         file.unlink()
