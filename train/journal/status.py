@@ -117,6 +117,8 @@ class Status:
         self._fixed = {"process": process, "host": socket.gethostname(), "pid": os.getpid()}
         self._asked = asked
         self._sink = Sink(self._path.name, self._replace)
+        # A request that is there before the run is for its first steps, however few these are.
+        self._take()
         self._worker = Worker("status", _SECONDS, self._tick)
         self._worker.wake()
         # The system may allow no further thread; then the run has no status.
@@ -131,7 +133,11 @@ class Status:
     def _tick(self, is_last: bool) -> None:
         if self._is_ours():
             self.write()
-        if self._asked is not None and not is_last:
+        if not is_last:
+            self._take()
+
+    def _take(self) -> None:
+        if self._asked is not None:
             for what in take_requests(self._path.parent):
                 self._asked(what)
 
