@@ -299,7 +299,7 @@ def names(folder):
 
 def test_a_run_exports_while_it_trains(trained, tmp_path):
     assert names(trained / "exports") == ["2", "3"]
-    assert names(trained / "run" / "origin") == ["config.json", "generation_config.json"]
+    assert names(trained / "run" / "origin") == ["config.json", "generation_config.json", "origin.json"]
     events = [json.loads(line) for line in (trained / "run" / "events.jsonl").read_text().splitlines()]
     assert sorted(event["step"] for event in events if event["phase"] == "export") == [2, 3]
     # The folder of the model is gone.
