@@ -47,7 +47,8 @@ def _read_axis(node: Node, problems: list[str], groups: AxisGroups) -> str:
     return next(iter(axes), "")
 
 
-def _read_spec(node: Node, problems: list[str], groups: AxisGroups) -> tuple[Entry, ...]:
+def read_spec(node: Node, problems: list[str], groups: AxisGroups) -> tuple[Entry, ...]:
+    """The axes of each dim of a spec."""
     if not isinstance(node.value, list):
         problem = f"a spec is a list with an axis, a list of axes, null or `...` for each dim ([] replicates), not {node.in_words()}"
         problems.append(node.problem(problem))
@@ -92,8 +93,6 @@ _DIMS = "The mesh axes of each dim: an axis, a list of axes, null for a dim that
 
 Axis = Annotated[str, ReadBy(_read_axis, _NAME)]
 Group = Annotated[tuple[str, ...], ReadBy(read_group, {"anyOf": [_NAME, _NAMES]})]
-Spec = Annotated[
-    tuple[Entry, ...],
-    ReadBy(_read_spec, {"description": _DIMS, "type": "array", "items": {"anyOf": [_NAME, _NAMES, {"type": "null"}]}}),
-]
+SPEC_SCHEMA = {"description": _DIMS, "type": "array", "items": {"anyOf": [_NAME, _NAMES, {"type": "null"}]}}
+Spec = Annotated[tuple[Entry, ...], ReadBy(read_spec, SPEC_SCHEMA)]
 """The axes of each dim, major to minor; () for no axis. One entry may be `...`, for any number of dims."""

@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 from jgt.document import Bound, nearest
 from jgt.rules.axes import Axis
 from jgt.rules.pattern import matches, matches_end, prefixes
-from jgt.rules.spec import SpecRule
+from jgt.rules.spec import OutSpec, SpecRule
 
 Action = Literal["keep", "recompute", "offload"]
 
@@ -86,7 +86,7 @@ class BackwardRule:
     tensors: the spec of the cotangent of each tensor that signal.tensor names.
     """
 
-    out: SpecRule | None = None
+    out: OutSpec = None
     tensors: tuple[SpecRule, ...] = ()
 
 
@@ -110,7 +110,7 @@ class SignalRule:
     params: tuple[SpecRule, ...] = ()
     optimizer: tuple[SpecRule, ...] = ()
     tensors: tuple[SpecRule, ...] = ()
-    out: SpecRule | None = None
+    out: OutSpec = None
     backward: BackwardRule | None = None
     save: tuple[SaveRule, ...] = ()
     overlap: OverlapRule | None = None

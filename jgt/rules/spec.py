@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Annotated, cast
 
-from jgt.rules.axes import Spec
+from jgt.document.bind import ReadBy
+from jgt.document.node import Node
+from jgt.rules.axes import SPEC_SCHEMA, AxisGroups, Spec, read_spec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,3 +102,11 @@ def misfits(dims: Sequence[tuple[str, ...]], shape: tuple[int, ...], mesh: Mappi
         parts = math.prod(mesh.get(axis, 1) for axis in axes)
         if size % parts:
             yield Misfit(dim, size, tuple(axis for axis in axes if mesh.get(axis, 1) > 1), parts)
+
+
+def _read_out(node: Node, problems: list[str], groups: AxisGroups) -> SpecRule:
+    return SpecRule(spec=read_spec(node, problems, groups), where=node.where)
+
+
+OutSpec = Annotated[SpecRule | None, ReadBy(_read_out, SPEC_SCHEMA)]
+"""The spec of what leaves a signal. A null is no spec: it could mean no rule as well as no axis."""

@@ -128,6 +128,8 @@ def test_a_file_extends_another_entry_by_entry(tmp_path):
         ("signals: {a: 1}", "r.yaml:1: signals.a: must be a mapping of keys to values, not the whole number 1"),
         ("params: {a: x}", "r.yaml:1: params.a: a spec is a list with an axis, a list of axes, null or `...` for each dim"),
         ("params: {a: null}", "r.yaml:1: params.a: a spec is a list"),
+        ("signals: {a: {out: null}}", "r.yaml:1: signals.a.out: a spec is a list"),
+        ("signals: {a: {backward: {out: null}}}", "r.yaml:1: signals.a.backward.out: a spec is a list"),
         ("params: {a: [1]}", "r.yaml:1: params.a[0]: a spec entry is an axis, a list of axes, null or `...`, not the whole number 1"),
         (
             "params: {a: [[x, 1]]}",
