@@ -160,7 +160,7 @@ CASES = {
     "config in UTF-16": text("is not valid JSON", json.dumps(LLAMA).encode("utf-16")),
     "config cut short": text("is not valid JSON", json.dumps(LLAMA).encode()[:-5]),
     "config with a key twice": text("is not valid JSON: 'vocab_size' is given twice", b'{"vocab_size": 1, "vocab_size": 2}'),
-    "config of 2 MB": text("the file is larger than", b'{"a": "' + b"x" * 2_000_000 + b'"}'),
+    "config of 20 MB": text("the file is larger than", b'{"a": "' + b"x" * 20_000_000 + b'"}'),
     "config nested 100,000 times": text("is not valid JSON: it is nested too deeply", nested(100_000)),
     "config nested 900 times": text("", nested(900)),
     "config nested 400 times": text("", nested(400)),
@@ -214,9 +214,13 @@ CASES = {
         ": rope_scaling: short_factor must be a list of at most 10,000, not [1.0",
         rope_scaling={"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0] * 100_000, "long_factor": [1.0]},
     ),
-    "two scalings": config(": rope_parameters and rope_scaling say the same", rope_scaling={"a": 1}, rope_parameters={"a": 1}),
+    "two scalings": config(
+        ": rope_parameters and rope_scaling say different things",
+        rope_scaling={"rope_type": "linear", "factor": 2.0},
+        rope_parameters={"rope_type": "linear", "factor": 4.0},
+    ),
     "unknown key": config(": num_sinks: 4: jgt does not know this key", num_sinks=4),
-    "quantised": config(": quantization_config: {'quant_method': 'fp8'}: jgt does not", quantization_config={"quant_method": "fp8"}),
+    "quantised": config(": the tensors are quantised (fp8)", quantization_config={"quant_method": "fp8"}),
     "code for a class that is not known": config(
         ": model_type: 'mine' is not known", model_type="mine", auto_map={"AutoModelForCausalLM": "modeling.Model"}
     ),
