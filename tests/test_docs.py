@@ -18,9 +18,8 @@ import jgt
 from jgt import document
 from jgt.__main__ import main as jgt_main
 from jgt.command.commands import find_commands
-from jgt.document.bind import keys_of
+from jgt.document.keys import keys_of
 from jgt.mesh import sizes
-from jgt.pipeline.config import PipelineConfig
 from jgt.planner.budget import Budget
 from jgt.planner.findings import FindingKind
 from jgt.planner.hardware.chip import chip_names
@@ -38,12 +37,9 @@ from train.data import files, packed, tokenizer
 from train.data.config import MixturePart
 from train.journal.accounts import CAUSES, account
 from train.journal.events import Event
-from train.models.experts.config import ExpertsConfig, GroupsConfig
 from train.plan.__main__ import parser as plan_parser
 from train.processes.connect import MAX_VIRTUAL_CPU
 from train.settings import sections
-from train.settings.sections import ExportConfig, Fault, HookConfig, SpikesConfig, StopEarlyConfig
-from train.step.sync.config import OuterConfig, SyncConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -78,11 +74,6 @@ def rows(text):
     """The cells of each row of the tables in a text."""
     lines = [line for line in text.splitlines() if line.startswith("|") and not set(line) <= set("|-")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-
-def keys_and_defaults(text):
-    """Key → default, from tables whose first column is a key in backticks and whose third column is its default."""
-    return {row[0].strip("`"): row[2] for row in rows(text) if len(row) == 4 and row[0].startswith("`")}
 
 
 # -- examples ----------------------------------------------------------------------------------------------------
@@ -481,77 +472,12 @@ def test_the_hooks_of_the_page_run(tmp_path, monkeypatch):
     assert {"largest", "moved", "eval_counting"} <= {name for row in result.metrics for name in row}
 
 
-def test_every_key_of_a_hook_stands_with_its_default():
-    documented = keys_and_defaults(HOOKS.read_text())
-    shown = {dataclasses.MISSING: "required", None: "`null`", (): "`[]`", "stop": "`stop`"}
-    fields = {f.name: shown[f.default] for f in dataclasses.fields(HookConfig) if f.name != HookConfig.REST}
-    assert {key: documented[key] for key in fields} == fields
-
-
 # -- keys --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SECTIONS)
-def test_every_key_of_a_section_stands_with_its_default(name):
-    documented = {key: default for key, default in keys_and_defaults(section(TRAINING, f"## {name}")).items() if "." not in key}
-    defaults = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(SECTIONS[name]()).items()}
-    assert {key: document.parse(default.strip("`"), "default").plain() for key, default in documented.items()} == defaults
-
-
-@pytest.mark.parametrize(
-    ("name", "inner", "kind"),
-    [
-        ("train", "skip_spikes.", SpikesConfig),
-        ("train", "stop_early.", StopEarlyConfig),
-        ("debug", "faults[].", Fault),
-        ("data", "mixture[].", MixturePart),
-        ("model", "experts.", ExpertsConfig),
-        ("model", "experts.groups.", GroupsConfig),
-        ("sync", "outer.", OuterConfig),
-        ("checkpoint", "export.", ExportConfig),
-    ],
-)
-def test_every_key_inside_of_another_stands_with_its_default(name, inner, kind):
-    found = keys_and_defaults(section(TRAINING, f"## {name}"))
-    documented = {key.removeprefix(inner): default.strip("`") for key, default in found.items() if key.startswith(inner)}
-    documented = {key: default for key, default in documented.items() if "." not in key}
-    shown = {dataclasses.MISSING: "required", None: "null"}
-    fields = {f.name: shown.get(f.default, str(f.default)) for f in dataclasses.fields(kind)}
-    # What a part of a mixture shares with `data` stands there.
-    assert documented == {key: fields[key] for key in documented}
-    assert kind is MixturePart or documented.keys() == fields.keys()
-
-
-@pytest.mark.parametrize("name", SECTIONS)
-def test_every_choice_of_a_key_stands_there(name):
-    types = {row[0].strip("`"): row[1] for row in rows(section(TRAINING, f"## {name}")) if len(row) == 4}
-    for key, hint in typing.get_type_hints(SECTIONS[name]).items():
-        options = [hint, *typing.get_args(hint)]
-        choices = [c for option in options if typing.get_origin(option) is typing.Literal for c in typing.get_args(option)]
-        assert all(f"`{choice}`" in types[key] for choice in choices), key
-
-
-@pytest.mark.parametrize("name", [*SECTIONS, "pipeline"])
-def test_every_limit_of_a_key_stands_there(name):
-    """Checks integers and floats. The page states the limit of all floats, 1e30, only once."""
-    page = section(PIPELINE, "## Keys") if name == "pipeline" else section(TRAINING, f"## {name}")
-    types = {row[0].strip("`"): row[1] for row in rows(page) if len(row) == 4}
-    for key, bound in limits({"pipeline": PipelineConfig, **SECTIONS}[name]):
-        limit = f"> 0, ≤ {bound.high:,}" if bound.above is not None else f"{bound.low} to {bound.high:,}"
-        assert bound.high == 1e30 or limit in types[key], (key, types[key])
+def test_what_tables_of_keys_leave_to_their_page_stands_there():
     assert "A float is at most 1e30" in TRAINING.read_text()
-
-
-def limits(cls, prefix=""):
-    """The keys of a section that have a bound, including keys of nested sections."""
-    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
-        whole = typing.get_origin(hint) in (typing.Annotated, tuple)
-        for option in [hint] if whole else [hint, *typing.get_args(hint)]:
-            inside = typing.get_args(option)[0] if typing.get_origin(option) is tuple else option
-            if dataclasses.is_dataclass(inside):
-                yield from limits(inside, f"{prefix}{name}{'' if inside is option else '[]'}.")
-            elif typing.get_origin(option) is typing.Annotated and isinstance(option.__metadata__[0], document.Bound):
-                yield f"{prefix}{name}", option.__metadata__[0]
+    assert all(f"`{name}`" in section(PIPELINE, "## Keys") for name in schedules.SCHEDULES)
 
 
 def test_the_limits_of_files_stand_there():
@@ -575,23 +501,6 @@ def test_the_limits_of_files_stand_there():
     assert [number for number in numbers if f"{number:,}" not in page] == []
     assert axes.MAX_AXES == sizes.MeshSizes.MOST_AXES
     assert f"more than {MAX_VIRTUAL_CPU:,} are only for" in TRAINING.read_text()
-
-
-def test_every_key_of_a_pipeline_stands_with_its_default():
-    documented = keys_and_defaults(section(PIPELINE, "## Keys"))
-    fields = {f.name: f.default for f in dataclasses.fields(PipelineConfig) if f.init}
-    required = {name for name, default in fields.items() if default is dataclasses.MISSING}
-    assert {key for key, default in documented.items() if default == "required"} == required
-    plain = {key: document.parse(text.strip("`"), "default").plain() for key, text in documented.items() if key not in required}
-    assert plain == {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if k not in required}
-    assert all(f"`{name}`" in section(PIPELINE, "## Keys") for name in schedules.SCHEDULES)
-
-
-def test_every_key_of_sync_stands_with_its_default():
-    documented = {key: text for key, text in keys_and_defaults(section(TRAINING, "## sync")).items() if "." not in key}
-    assert documented.pop("axis") == "required"
-    plain = {key: document.parse(text.strip("`"), "default").plain() for key, text in documented.items()}
-    assert {"axis": "", **plain} == vars(SyncConfig(axis=""))
 
 
 def test_every_section_stands_there():

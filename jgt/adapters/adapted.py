@@ -50,7 +50,7 @@ class Roles:
     problem: str = ""
 
     def learn(self, contracted: set[int], free: set[int]) -> None:
-        """Learns from a matmul. A later one may read the matrix the other way round. Raises UnsupportedError if it is none of these two."""
+        """Learns from a matmul. A later matmul may use the transpose. Raises UnsupportedError for anything else."""
         ways = (self.inputs, self.outputs), (self.outputs, self.inputs)
         if contracted & free or not (contracted and free) or (self.inputs and (contracted, free) not in ways):
             raise UnsupportedError(_DIFFERENT)

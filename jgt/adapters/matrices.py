@@ -69,7 +69,7 @@ class Matrix:
         return replace(rules, params=(*made, *rules.params))
 
     def update(self, a: jax.Array, b: jax.Array, *, scale: float, dropout: float = 0.0, key: jax.Array | None = None) -> Update:
-        """The update scale · A · B of the matrix. key: the bits of random keys, [*stack, 2], by which dropout of what A reads is drawn."""
+        """The update scale · A · B of the matrix. key: the bits of random keys for dropout of A's input, [*stack, 2]."""
         return Update(matrix=self, a=a, b=b, scale=scale, dropout=dropout, key=key)
 
     @staticmethod

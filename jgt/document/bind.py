@@ -13,7 +13,6 @@ written as the other, if it is whole (`steps: 1e3`, `lr: 1`).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import types
 import typing
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from jgt.document.keys import descriptions, hints_of, is_required, keys_of, without_links
 from jgt.document.node import Node, dotted_key
 from jgt.document.problems import nearest, shown
 
@@ -80,23 +80,6 @@ def bind(node: Node, cls: type[_T], problems: list[str], given: object = None) -
     return _bind_class(node, cls, problems, given)
 
 
-def keys_of(cls: type) -> list[dataclasses.Field[typing.Any]]:
-    """The fields of a class that are keys of a file. Its owner sets those without init; `bind` sets the place and the name."""
-    set_by_bind = ("where", getattr(cls, "NAME", None))
-    return [field for field in dataclasses.fields(typing.cast("type[typing.Any]", cls)) if field.init and field.name not in set_by_bind]
-
-
-def is_required(field: dataclasses.Field[typing.Any]) -> bool:
-    """Whether a field has no default."""
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-@functools.cache
-def hints_of(cls: type) -> Mapping[str, object]:
-    """The type hints of a class, with `Annotated` and so with the bounds."""
-    return typing.get_type_hints(cls, include_extras=True)
-
-
 def _bind_class(node: Node, cls: type[_T], problems: list[str], given: object, name: str | None = None) -> _T | None:
     """As `bind`. name: the key of an entry of a mapping, whose value the node is."""
     num_before = len(problems)
@@ -139,8 +122,8 @@ def _values(node: Node, cls: type, problems: list[str], given: object) -> dict[s
             problems.append(child.problem(f"unknown key. {meant}"))
     for name, field in fields.items():
         if name not in values and is_required(field):
-            said = next((line.strip() for line in (cls.__doc__ or "").splitlines() if line.strip().startswith(f"{name}: ")), "")
-            problems.append(node.problem(f"the key {name!r} is missing{said.removeprefix(name).rstrip('.')}"))
+            said = without_links(descriptions(cls).get(name, "")).split(". ")[0].removesuffix(".")
+            problems.append(node.problem(f"the key {name!r} is missing{said and f': {said}'}"))
     return values
 
 

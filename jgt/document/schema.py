@@ -8,14 +8,13 @@ outside a list, because a file may inherit it by `extends:`.
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
-from jgt.document.bind import Bound, ReadBy, hints_of, is_required, keys_of
+from jgt.document.bind import Bound, ReadBy
+from jgt.document.keys import descriptions, hints_of, is_required, keys_of, without_links
 from jgt.document.node import Node
 
 Schema = dict[str, Any]
@@ -28,7 +27,8 @@ def schema_of(cls: type[Any], *, in_list: bool = False) -> Schema:
     """The schema of a mapping that `bind` reads as this class. in_list: it is an item of a list, which no file inherits in part."""
     hints, texts, rest = hints_of(cls), descriptions(cls), getattr(cls, "REST", None)
     keys = [field for field in keys_of(cls) if field.name != rest]
-    properties = {key.name: {**_of_hint(hints[key.name]), **texts.get(key.name, {}), **_default(key)} for key in keys}
+    said = {key.name: {"description": without_links(texts[key.name])} if key.name in texts else {} for key in keys}
+    properties = {key.name: {**_of_hint(hints[key.name]), **said[key.name], **_default(key)} for key in keys}
     required = [key.name for key in keys if in_list and is_required(key)]
     return mapping_of(properties) | ({"additionalProperties": True} if rest else {}) | ({"required": required} if required else {})
 
@@ -63,23 +63,6 @@ def or_null(schema: Schema) -> Schema:
 def is_optional(schema: Schema) -> bool:
     """Whether the schema is one that `or_null` returns."""
     return {"type": "null"} in schema.get("anyOf", ())
-
-
-def descriptions(cls: type[Any]) -> dict[str, Schema]:
-    """The description of each field that the docstrings of a class and of its bases have, written there as `key: text` or `a, b: text`."""
-    found: dict[str, Schema] = {}
-    for base in reversed(cls.__mro__):
-        names = "|".join(re.escape(field) for field in getattr(base, "__dataclass_fields__", ()))
-        text = " ".join(inspect.cleandoc(base.__doc__ or "").split())
-        if not names:
-            continue
-        # The text between two keys belongs to the first of them.
-        keys = list(re.finditer(rf"(?<![\w`])((?:{names})(?:, (?:{names}))*): ", text))
-        ends = [*(key.start() for key in keys[1:]), len(text)]
-        for key, end in zip(keys, ends[: len(keys)], strict=True):
-            said = text[key.end() : end].strip()
-            found |= {name: {"description": said} for name in key[1].split(", ")}
-    return found
 
 
 def _default(field: dataclasses.Field[Any]) -> Schema:

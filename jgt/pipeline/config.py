@@ -20,17 +20,25 @@ _CHOICES = {"remat": ("none", "layer", "stage"), "gather": ("step", "layer"), "i
 class PipelineConfig:
     """Runs the layer scan under `signal` over the stages of a mesh axis, microbatch by microbatch.
 
-    axis: the mesh axis of the stages. schedule: the name of a schedule (see `jgt/schedule/schedules.py`), or the path of
-    a CSV table. microbatches: the number of parts of the batch. virtual: the number of chunks of layers on each stage, for
-    schedules that leave it open. remat: none keeps what the model's own derivative keeps, layer recomputes each layer from
-    its input, stage each chunk from its input. gather: whether weights that are sharded over the batch's axes become whole
-    once a step, or layer by layer each time. idle: whether a stage without a microbatch computes and drops the results, or skips its
-    layers; None: skip on CPU devices, which share their cores, if the layers of a stage are not split over further axes.
-    layers: the number of layers of each chunk, in the order of the model; empty: as equal as possible. costs: the directory of a run that
-    has measured the costs of the layers, by which their numbers are chosen. stage_costs: the relative time of a layer on each stage's
-    devices, for the same purpose. per_microbatch: signals in which values that depend on several rows (routing with a capacity, batch
-    statistics, balance losses) are meant for one microbatch on one data shard. Anywhere else such a value is an error, because the result
-    would differ from the unpipelined one.
+    signal: the signal whose layer scan is pipelined: `jax.lax.scan`, `nnx.scan` or `nn.scan` directly under it.
+    microbatches: the number of parts of the batch that go through the stages one after another. It must divide the rows of each data shard.
+    axis: the mesh axis of the stages.
+    schedule: `gpipe`, `1f1b`, `interleaved`, `zigzag`, `zb`, `zb_interleaved`, or the path of a [custom
+    table](schedules.md#tables-of-ones-own), relative to the run's file.
+    virtual: chunks of layers on each stage, for `interleaved` and `zb_interleaved`; null: 2.
+    remat: what is saved for the backward pass. none: what the model's own derivative saves; layer: the input of each layer; stage: the
+    input of each chunk. With layer and stage, [layers run forward a second time](#recompute).
+    gather: when weights that are sharded over the batch's axes (fsdp) are gathered. step: once a step, and gradients are reduce-scattered
+    once; layer: layer by layer each time, for less memory and more traffic. Weights that the layers only read in a narrower type travel in
+    that type, and their gradients in f32.
+    idle: what a stage does in a tick (one time slot of the schedule) in which it has no microbatch: [compute](#idle-stages) on meaningless
+    data, or skip. null: skip on CPU devices if possible, otherwise compute.
+    layers: the number of layers of each chunk, in the order of the model. Empty: as equal as possible.
+    costs: the directory of a run that has measured the [costs of its layers](#stages-of-unequal-cost), by which jgt chooses `layers`.
+    stage_costs: the relative time of a layer on the devices of each stage, by which jgt chooses `layers`: `[1, 1, 1.6, 1]` gives the third
+    stage fewer.
+    per_microbatch: signals whose values may depend on several rows of [one microbatch](#which-functions-can-be-pipelined). Anywhere else
+    such a value is an error.
 
     Raises ValueError for a value that a YAML file's reader would refuse.
     """

@@ -160,7 +160,7 @@ class Executor:
         return chunks.rows(gradient) if moves.is_stored else chunks.restore(moves.as_stored(var, gradient))
 
     def _float_variables(self, seeds: Arrays | None) -> tuple[list[Var], list[Var]]:
-        """The weights and the common values by which a run with these seeds differentiates."""
+        """The weights and common values that get gradients in a run with these seeds."""
         split = self.split
         return ([], []) if seeds is None else (split.differentiated(split.weights), split.differentiated(split.common))
 

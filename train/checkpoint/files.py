@@ -74,7 +74,7 @@ class FilesWriter:
         self._writer.wait_until_finished()
 
     def finish(self, listing: Manifest) -> None:
-        """Gives a step that is written its manifest and its name. For the first process."""
+        """Commits a written step: writes its manifest, then renames it. For the first process."""
         self._steps.finish(replace(listing, files=file_entries(self._steps.saving(listing.step), sha256=self._sha256)))
 
     def tidy(self) -> None:

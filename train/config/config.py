@@ -39,8 +39,8 @@ OWN = ("model.kind", "train.loss", "optimizer.name", "data.source", "data.transf
 class Config:
     """All sections of a run. The `Node` fields are parts of the document that other rooms read: mesh, rules and budget.
 
-    log: where metrics go beside metrics.jsonl. null: TensorBoard's files if tensorboardX is installed. hooks: code of the user's own that
-    the run calls while it trains, by a name for it.
+    log: where metrics go beside metrics.jsonl. null: TensorBoard's files if tensorboardX is installed.
+    hooks: code of the user's own that the run calls while it trains, by a name for it.
     """
 
     WORDS = OTHER_WORDS

@@ -49,11 +49,13 @@ SUFFIXES: Mapping[str, tuple[str, ...]] = {
 class _SourceKeys(ChatKeys):
     """The keys that a single source and a part of a mixture share.
 
-    path: a file, a folder (all files below it) or a glob; relative to the working directory. Or the URL of such, as in s3://BUCKET/*.bin.
-    eval_path: held-out data, named in the same way. null: the last `eval_tokens` tokens of `path` are held out.
-    field: the field of a JSON line, or the column, that contains the text; for the sources jsonl, parquet and arrow.
-    tokenizer: `bytes`, or the path or URL of a tokenizer.json. For the source tokens it only decodes samples.
-    dtype: the type of the ids in .bin files without a header; for the source tokens.
+    path: a file, a folder (all visible files below it) or a glob, in which `**` does not follow links. Or the [URL](stores.md#data) of such
+    in a bucket. Required by every source except `stdlib`, `chat` and `mixture`.
+    eval_path: held-out data of the same kind.
+    field: for `jsonl`, `parquet` and `arrow`: the field or column that contains the text of a document.
+    tokenizer: `bytes`, or the path or URL of a `tokenizer.json` (needs the extra `tokenizers`). For `tokens` it is only used for the prompt
+    and the generated text.
+    dtype: for `tokens`: the type of the numbers in `.bin` files that do not give it themselves.
     """
 
     path: PathOrUrl | None = None
@@ -67,10 +69,12 @@ class _SourceKeys(ChatKeys):
 class MixturePart(_SourceKeys):
     """An entry of `data.mixture`: one source, and its share of the windows.
 
-    weight: the share of this part is its weight divided by the sum of all weights.
-    source: stdlib (the source text of Python's standard library), text (plain files), tokens (.npy and .bin), jsonl (one JSON object
-    per line), parquet, arrow or chat (conversations in JSON lines or Parquet). Files of text, jsonl and chat may be packed (.gz, .zst).
-    name: the part in metrics, such as eval_loss/NAME. null: from its path.
+    weight: the share of the windows, relative to the other weights.
+    source: stdlib (the source text of Python's standard library), text (plain files), tokens (.npy and .bin), jsonl (one JSON object per
+    line), parquet, arrow or chat (conversations in JSON lines or Parquet). Files of text, jsonl and chat may be packed (.gz, .zst).
+    name: the name of the part in metrics: up to 60 letters, digits, `_`, `-` and dots. null: `stdlib`, or the last part of `path` that is
+    not a pattern, without its ending (`notes` for `notes/*.md`); with the number of the part (`notes-1`) if several would have the same
+    name.
     """
 
     weight: Annotated[float, Bound(above=0, high=1_000_000)]
@@ -112,17 +116,21 @@ class MixturePart(_SourceKeys):
 class DataConfig(_SourceKeys):
     """The `data:` section: the training data and its held-out split.
 
-    source: the source as in a part of a mixture, preferences (pairs of answers, in files as those of chat), or mixture.
-    eval_tokens: without `eval_path`, how many tokens at the end of the data (of each part of a mixture) are held out. 0: no evaluation.
-    null: 5 % of them, at most 500,000.
-    shuffle: whether training reads the windows in a random order, another one in each epoch.
-    documents: join lets the tokens of a window attend to earlier documents in it; mask does not, and counts positions from the beginning
-    of each document.
-    end_of_text: the id that ends a document in token files; for documents: mask.
-    order: the order of the tokens of a row on the devices. zigzag: as rules with `context:` compute attention.
-    mixture: the parts, each with a weight; for the source mixture.
-    cache: for URLs, the folder of local copies. null: jgt/objects in the user's folder of caches.
-    cache_bytes: the limit of all copies in that folder together. null: the disk's.
+    source: documents (stdlib, text, tokens, jsonl, parquet, arrow), conversations (chat), pairs of answers (preferences), or a mixture of
+    sources.
+    eval_tokens: without `eval_path`: the number of tokens at the end of the data that are held out for evaluation; 0: no evaluation. null:
+    5 % of the tokens, at least one window and at most 500,000 tokens; none if no window would remain to train on. In a mixture, this many
+    are held out from each part without its own `eval_path`.
+    shuffle: true: a new order of the windows in every pass over the data; false: the order of the files.
+    documents: join: a token attends to all earlier tokens of its window. mask: only to those of its own document, and positions
+    count from its beginning.
+    end_of_text: for `tokens` with `documents: mask`: the id that ends a document. null: the end-of-text token of `tokenizer`, which must
+    then be a `tokenizer.json`.
+    order: the order in which the tokens of a row reach the devices. zigzag: as attention on [long sequences](context.md#which-method)
+    computes, so that nothing is exchanged for it.
+    mixture: for `mixture`: the parts.
+    cache: for URLs: the folder of local [copies](stores.md#data); null: `jgt/objects` in the user's folder of caches.
+    cache_bytes: the limit of all copies in that folder together; null: what the disk has.
     """
 
     WORDS: ClassVar[Mapping[str, str]] = {"sources": "data.mixture", "datasets": "data.mixture", "parts": "data.mixture"}
@@ -232,9 +240,11 @@ class OwnData:
     """A function of the user that returns samples, which are dicts of arrays. See `train.data.own`.
 
     source: MODULE:NAME of the function, hf:NAME for a dataset of Hugging Face or a folder with its files, or tar:PATH for files of
-    WebDataset. shuffle: whether training reads the samples in a random order, another one in each epoch. shuffle_buffer: how many samples
-    of a stream are shuffled together. resume: exact refuses a stream that cannot say where it is, which a resumed run would read again.
-    transform: MODULE:NAME of a function transform(sample, rng), which changes the training samples at random.
+    WebDataset.
+    shuffle: for samples with an index: a new random order in every epoch; false: their own order.
+    shuffle_buffer: for a [stream](#streams): how many samples are shuffled together; 0: its own order.
+    resume: for a stream that cannot say where it is: skip reads it again when a run resumes; exact refuses it.
+    transform: `MODULE:NAME` of a function that [changes the training samples at random](#augmentation).
     arguments: all further keys, which are passed to it.
     """
 

@@ -44,7 +44,7 @@ _in_use: dict[Path, int] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectCache:
-    """A folder for copies of objects. folder: None for the user's own. most_bytes: of all copies together; None: what the disk has."""
+    """A folder for copies of objects. folder: None for the user's own. most_bytes: the limit of all copies together; None: the disk's."""
 
     folder: str | None = None
     most_bytes: int | None = None

@@ -1,9 +1,9 @@
 """The events files of a run, read back: lines into events, and events into the starts that wrote them.
 
 A run is often started many times, and every start appends to the same file. A killed process leaves half a line, and lines may be missing
-or edited. So every value is checked when it is read, a line that is not an event is counted instead of refused, and a `StartSummary` has
-None for everything that its events do not say. Whoever reads further can rely on finite numbers, steps from 1 on, text of printable
-characters only, and at least one event per start.
+or edited. So every value is checked when it is read, a line that is not an event is counted instead of refused, and missing values of a
+`StartSummary` are None. The result guarantees finite numbers, steps from 1 on, text of printable characters only, and at least one event
+per start.
 
 `find_stragglers` compares the processes of a start. All processes take the same time for a step, because its collectives wait for the
 slowest, so step times cannot show which one is slow. What differs is how a host spends that time: a fast one waits for its devices, a slow

@@ -31,8 +31,10 @@ BaseType = Literal["f32", "bf16", "int8", "nf4"]
 class OwnModel:
     """A model of the user's own: an nnx or a linen module. `vocab`, `seq` and `dtype` are passed to it if its signature has them.
 
-    kind: MODULE:NAME of its class, or of a function that makes it. base_dtype: the type of frozen parameters, of which int8 and nf4
-    pack the matrices; f32 leaves them in the type in which the model makes them. arguments: all further keys, which are passed to it.
+    kind: MODULE:NAME of its class, or of a function that makes it.
+    base_dtype: the type of frozen parameters, of which int8 and nf4 pack the matrices; f32 leaves them in the type in which the model makes
+    them.
+    arguments: all further keys, which are passed to it.
     """
 
     REST: ClassVar[str] = "arguments"
@@ -58,12 +60,31 @@ class OwnModel:
 class ModelConfig(Options):
     """A decoder: `llama` (RMSNorm, RoPE, grouped-query attention, SwiGLU) or `gpt` (LayerNorm, learned positions, GELU).
 
-    hf: a folder of Hugging Face, or its URL, whose config.json gives the other keys and whose files the parameters; or a config.json alone.
-    dtype: the type of matmuls and activations; parameters are f32. base_dtype: the type of frozen parameters, of which int8 and nf4 pack
-    the matrices. head_dim: the size of a head, embed / heads if null. fp8: the layers' matmuls run in eight bits. tied: the embedding is
-    the output projection too.
-    attention: cuDNN's kernel or XLA's program; auto: cuDNN if available, otherwise XLA; the choice is logged. experts: a mixture of experts
-    in the place of the MLP; null: the MLP.
+    kind: llama: RMSNorm, RoPE, grouped-query attention, SwiGLU; gpt: LayerNorm, learned positions, GELU, biases. A kind is a set of
+    defaults of the [options](#options-of-a-decoder).
+    hf: [a published model](weights.md): a folder with config.json and safetensors or [its URL](stores.md#published-models), or a
+    config.json alone. It gives the other keys. Of these only `seq` may be written here with another value.
+    layers: the number of layers; `lax.scan` runs them.
+    embed: the width of the residual stream.
+    heads: the number of query heads.
+    kv_heads: the number of key/value heads, a divisor of `heads`; null: the same as `heads`.
+    head_dim: the width of a head; llama needs an even one; null: `embed / heads`.
+    ffn: the width of the MLP; null: `4 embed` (gpt), or `8/3 embed` rounded up to a multiple of 64 (llama).
+    experts: a [mixture of experts](experts.md) in the place of the MLP (llama); null: the MLP.
+    vocab: the size of the vocabulary; every token of the data must be below it.
+    seq: the number of tokens in a training sequence.
+    tied: use the embedding as the output projection too; gpt: `true`.
+    dtype: the type of matmuls and activations (mixed precision); trained parameters, the master weights, are always stored in f32. [A model
+    of your own](own.md#your-own-model) gets it as an argument.
+    base_dtype: the type in which [frozen parameters](#frozen-parameters) alone are stored. It needs `optimizer.train` or `lora:`; [`int8`
+    and `nf4`](finetune.md#qlora) need `lora:`.
+    fp8: `model.fp8: true` computes the matmuls of the layers in 8 bits (as Transformer Engine does, with current scaling): e4m3 forward,
+    e5m2 for gradients, each tensor scaled by its largest value, in a pipeline by that of a microbatch. Matmuls that read one array (q, k,
+    v; gate, up) round it once. Embedding, head and attention scores keep `dtype`, which may be f32 and is usually bf16. `lora:` and `sync:`
+    refuse it. Faster on GPUs of compute capability 8.9 and newer, slower elsewhere. Compare the loss before you rely on it.
+    attention: the attention kernel. cudnn: cuDNN's fused kernel, which stores no scores. It needs an NVIDIA GPU and `dtype: bf16`; in a
+    pipeline, the devices that share a stage (a `tensor` axis) must divide `kv_heads`. auto: cuDNN if available, otherwise XLA; the choice
+    is logged with its reason.
     """
 
     WORDS = OTHER_WORDS

@@ -23,14 +23,15 @@ LayerNumber = Annotated[int, Bound(low=0, high=9_999)]
 class RopeScaling:
     """`model.rope_scaling`: slower rotary frequencies, for sequences that are longer than those of the first training.
 
-    kind: linear: all frequencies are divided by factor (arXiv 2306.15595). llama3: only the slow ones (arXiv 2407.21783). longrope: each
-    one is divided by its own factor (arXiv 2402.13753).
-    factor: the divisor.
-    low, high: llama3 divides frequencies that turn less than low times in the original length, keeps those that turn high times, and
-    blends the two in between.
+    kind: linear: all frequencies are divided by `factor` (arXiv 2306.15595). llama3: only the slow ones (arXiv 2407.21783). longrope: each
+    one by a divisor of its own (arXiv 2402.13753).
+    factor: the divisor; longrope: the length of sequences over the original length.
+    low: llama3 divides frequencies that turn less often than this in the original length.
+    high: llama3 keeps frequencies that turn more often than this, and divides those between in part.
     original: the length of sequences in the first training.
-    short, long: longrope's divisors, for sequences up to the original length and for longer ones.
-    magnitude: the factor of rotated queries and keys. null: longrope's follows from factor, others have none.
+    short: longrope's divisors for sequences up to the original length.
+    long: longrope's divisors for longer sequences.
+    magnitude: a factor of rotated queries and keys; null: longrope's follows from `factor`, others have none.
     """
 
     kind: Literal["linear", "llama3", "longrope"] = "linear"
@@ -62,7 +63,32 @@ _KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of a decoder. The keys are described in docs/training.md."""
+    """The options of a decoder.
+
+    positions: where positions enter: in attention, or as a table beside the embedding.
+    rope_theta: the base of the rotary frequencies.
+    rope_scaling: slower rotary frequencies, for sequences longer than those of the first training.
+    rope_share: the share of a head's elements that is rotated.
+    rope_pairs: an element is rotated with the one half a head away, or with its neighbour.
+    unrotated_layers: layers without rotary positions, counted from 0.
+    window: the number of tokens that a token sees, itself included (sliding-window attention); null: all earlier ones.
+    window_theta: `rope_theta` of layers with a window, where it differs; it is never scaled.
+    full_layers: layers without the window, counted from 0.
+    norm: RMSNorm; RMSNorm whose factor is 1 + scale; LayerNorm; LayerNorm without a bias.
+    norm_place: norms before attention and MLP, after them, or both.
+    norm_eps: the epsilon of the norms.
+    qk_norm: norms of queries and keys: of each head, or of all heads together.
+    biases: the linear layers that have a bias; head: the scores of tokens.
+    gated: whether the MLP is gated.
+    activation: the activation of the MLP; gelu is exact, gelu_tanh its usual approximation.
+    parallel: attention and MLP read the same input, with one norm for both or one for each.
+    attention_scale: the factor of attention's scores; null: 1 / sqrt of a head's width.
+    attention_softcap: a limit of attention's scores (tanh). cuDNN's kernel has none.
+    logits_softcap: a limit of the logits (tanh).
+    embed_scale: a factor of embedded tokens.
+    residual_scale: a factor of what attention and MLP add.
+    logits_scale: a factor of the logits.
+    """
 
     positions: Literal["rotary", "learned"] = "rotary"
     rope_theta: Positive = 10_000.0

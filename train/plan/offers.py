@@ -6,8 +6,8 @@ GPU, from a file such as
     h100: 2.5
     h200: 3.1
 
-A deadline asks how many GPUs are needed. That number follows from the speed of one GPU in the layout that was found, as if more GPUs were
-as fast each. A larger machine spends more of its time on the network, so the number is a lower limit, to be checked by another search.
+For a deadline, the number of GPUs follows from the speed of one GPU in the layout that was found: more GPUs are taken to be as fast each. A
+larger machine spends more of its time on the network, so the number is a lower limit, to be checked by another search.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def print_offers(offers: Sequence[Offer]) -> None:
         table.add_row(*row.values())
     console.print(table)
     if offers[0].job.days is not None:
-        console.print("GPUs for the deadline: as if more GPUs were as fast each. Search again with so many to see what they do")
+        console.print("GPUs needed for the deadline: assumes the same speed per GPU. Search again with that number to check")
 
 
 def _row(offer: Offer) -> dict[str, str]:

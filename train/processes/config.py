@@ -11,11 +11,12 @@ from ..settings.sections import Seconds
 class WatchdogConfig:
     """The `watchdog:` section: when a process without progress is ended. It first writes where its threads are.
 
-    step_seconds: the longest time for a step; or ten times the slowest step so far, if that is longer.
-    start_seconds: the longest time for anything else, such as restoring and compiling.
-    peer_seconds: the longest time without a sign of life from another process of the run.
-    join_seconds: how long the processes of a run wait for each other at a start. null: 300, and 30 under the launcher, which starts all of
-    them at once.
+    step_seconds: the longest time for a step, or ten times the slowest step of this start if that is longer. The first steps of a start use
+    `start_seconds`.
+    start_seconds: the longest time for any other phase: init, restore, compile, eval, save. Reading the data has no limit.
+    peer_seconds: the longest time without a sign of life from another process.
+    join_seconds: how long the processes wait for each other at a start. null: 300, and 30 under the
+    [launcher](reliability.md#the-launcher).
     """
 
     step_seconds: Seconds = 60.0

@@ -130,7 +130,7 @@ class Progress:
         return self._stretches.waiting() if self._is_cpu else contextlib.nullcontext()
 
     def dispatched(self, step: StepResult) -> None:
-        """The loop has dispatched a step. Waits until the host is no more steps ahead than it may be.
+        """The loop has dispatched a step. Blocks while the host is too far ahead of the devices.
 
         Like all methods here, it handles the steps that it waited for and may raise SkippedError for one of them.
         """

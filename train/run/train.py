@@ -136,7 +136,7 @@ def _gone_back(opened: Opened, session: Session, position: Position) -> tuple[Op
 def _inputs(
     opened: Opened, session: Session, feed: Feed, position: Position, compiling: Compiling | None
 ) -> tuple[jax.stages.Compiled, Exchanges | None, Iterator[DeviceBatch]]:
-    """The compiled step, the compiled exchanges, and the training batches from the position on. The config is the run's from here on."""
+    """The compiled step, the compiled exchanges, and the training batches from the position on. Stores this start's config as the run's."""
     _replace_config(opened, session, position.step)
     compiling = compiling or Compiling(opened.setup, session)
     if not feed.data.is_stream:

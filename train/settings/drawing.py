@@ -18,9 +18,13 @@ _Share = Annotated[float, Bound(above=0, high=1)]
 class Drawing:
     """How a token is drawn from the model's probabilities.
 
-    temperature: divides the logits. 0: always the likeliest token. top_k: draws from this many of the likeliest tokens; 0: from all.
-    top_p: draws from the likeliest tokens that have this probability together. min_p: draws from tokens with at least this share of the
-    likeliest one's probability. repetition_penalty: makes tokens less likely that the text has already; 1: it does not.
+    temperature: divides the logits; 0: always the likeliest token.
+    top_k: draws from this many of the likeliest tokens; 0: from all.
+    top_p: draws from the likeliest tokens that have this probability together ([arXiv 1904.09751](https://arxiv.org/abs/1904.09751)).
+    min_p: draws from tokens with at least this share of the likeliest one's probability ([arXiv
+    2407.01082](https://arxiv.org/abs/2407.01082)).
+    repetition_penalty: divides the positive logits of tokens that the text has already, and multiplies negative ones ([arXiv
+    1909.05858](https://arxiv.org/abs/1909.05858)).
     """
 
     temperature: NotNegative = 0.7
@@ -34,8 +38,11 @@ class Drawing:
 class GenerateConfig(Drawing):
     """The `generate:` section.
 
-    tokens: the most new tokens of a text. stop: texts that end the answer, which does not contain them. samples: the answers to a prompt.
-    batch: the prompts that run together. rules: a rules file; null: the run's rules, without what splits parameters over the batch's axes.
+    tokens: the most new tokens of an answer. An answer also ends at `model.seq`.
+    stop: texts that end an answer, which does not contain them. They may begin and end inside of tokens.
+    samples: the answers to each prompt.
+    batch: the prompts that run together. A row that is done gets the next prompt.
+    rules: a rules file for generation; null: the run's rules, with [some differences](generate.md#the-rules-of-generation).
     """
 
     tokens: Count = 256
@@ -49,9 +56,9 @@ class GenerateConfig(Drawing):
 class SampleConfig:
     """The `sample:` section: text that the model generates when training ends.
 
-    tokens: how many tokens to generate, at most up to model.seq. 0: none.
-    prompt: the text that the sample continues.
-    temperature: divides the logits before a token is drawn. 0: always the likeliest token.
+    tokens: the number of tokens to generate when training ends, at most until `seq` is full; 0: none.
+    prompt: the beginning of the generated text.
+    temperature: the sampling temperature; 0: always the most likely token.
     """
 
     tokens: Natural = 0
@@ -63,9 +70,12 @@ class SampleConfig:
 class EvalConfig:
     """The `eval:` section: the tasks of lm-evaluation-harness that training evaluates.
 
-    tasks: their names. every: steps between evaluations on tasks. 0: only at the end. include: a folder with more tasks. limit: the first
-    documents of each task. null: all. fewshot: the examples in front of each question. null: the task's own. batch: the rows that are
-    computed together.
+    tasks: the names of tasks. Their metrics are logged as `eval_METRIC/TASK`, such as `eval_acc/hellaswag`.
+    every: steps between two evaluations on tasks; 0: only after the last step, where there is always one.
+    include: a folder with more tasks, as the harness's YAML files. They may name code, so a file with this key needs `--allow-command`.
+    limit: only the first documents of each task; null: all.
+    fewshot: the number of examples in front of each question; null: the task's own.
+    batch: the rows that are computed together.
     """
 
     tasks: tuple[str, ...] = ()

@@ -84,14 +84,14 @@ OTHER_WORDS: Mapping[str, str] = {
 class RunConfig:
     """The `run:` section.
 
-    name: the name of the run directory.
-    dir: the run directory, relative to the working directory. null: runs/NAME. Or the URL of a folder in a bucket, such as s3://BUCKET/NAME.
-    spool: for a URL, the local folder of the run's small files, which are copied to the bucket. null: runs/NAME.
-    copy_seconds: seconds between two copies to the bucket.
-    lease_seconds: so long after a crash, a start on another machine waits before it takes the run in the bucket.
-    seed: the seed of the parameters, of the order of the data, and of the sample.
-    verify: when a layout that was never compared with one device is compared: auto, beside the training, if the machine has three free
-    cores; before the first step; or off.
+    name: the name of the run; it names the run directory.
+    dir: the run directory; null: `runs/NAME`. Or a folder in a bucket, `s3://BUCKET/FOLDER` or `gs://BUCKET/FOLDER` ([stores](stores.md)).
+    spool: with a URL in `dir`: the local folder of the run's small files, which are copied to the bucket; null: `runs/NAME`.
+    copy_seconds: with a URL: seconds between two copies.
+    lease_seconds: with a URL: seconds that a start on another machine waits after a crash before it takes over the run.
+    seed: the seed for the parameters, the order of the data and the generated text.
+    verify: when a layout that was never [compared with one device](partitioner.md#while-a-run-trains) is compared: `auto`, beside the
+    training, if the machine has three free cores; `before` the first step; or `off`.
     """
 
     WORDS = OTHER_WORDS
@@ -142,7 +142,8 @@ class RunConfig:
 class DevicesConfig:
     """The `devices:` section.
 
-    virtual_cpu: the number of virtual CPU devices in each process. null: all devices that JAX finds.
+    virtual_cpu: the number of virtual CPU devices in each process; more than 1,024 are only for `jgt check` and `jgt plan`. null: use all
+    devices that JAX finds.
     """
 
     virtual_cpu: Annotated[int, Bound(low=1, high=MeshSizes.MOST_DEVICES)] | None = None
@@ -152,10 +153,13 @@ class DevicesConfig:
 class XlaConfig:
     """The `xla:` section: XLA's flags, and the cache of compiled programs.
 
-    preset: a set of flags. auto: on NVIDIA GPUs gpu-overlap, in a pipeline gpu-pipeline, and the flag of gpu-fp8 for a model in eight bits;
+    preset: a set of XLA flags. auto: with NVIDIA GPUs gpu-overlap, in a pipeline gpu-pipeline, and for `model.fp8` the flag of gpu-fp8 too;
     elsewhere none.
-    flags: more flags, by name.
-    cache: the folder of compiled programs. auto: a folder in the user's cache folder; null: no cache.
+    flags: further flags by name: `{xla_gpu_enable_triton_gemm: false}`.
+    cache: the folder for compiled programs, which the next start of the same program loads instead of compiling. When a start opens the
+    folder, it removes the oldest programs beyond 10 GiB. auto: a folder for this kind of CPU below `jgt/compiled` in the user's cache
+    folder (`XDG_CACHE_HOME`, otherwise `~/.cache`); for a user without a home there is no cache. null: no cache. In a path that a file
+    names, programs are [this user's own](reliability.md#compiled-programs), in a folder below it.
     """
 
     preset: Literal["auto", "none", "gpu-overlap", "gpu-pipeline", "gpu-fp8"] = "auto"
@@ -192,7 +196,7 @@ class SpikesConfig:
     """`train.skip_spikes`: updates whose loss is far above the recent losses are skipped.
 
     window: the number of recent losses.
-    deviations: the loss is a spike if it exceeds their mean by more than this many standard deviations.
+    deviations: skips a loss that lies more than this many standard deviations above their mean.
     """
 
     window: Annotated[int, Bound(low=4, high=1_000_000)] = 128
@@ -215,24 +219,44 @@ class StopEarlyConfig:
 class TrainConfig:
     """The `train:` section.
 
-    steps: updates of the whole run, including the ones before a resume. null: as many as `epochs` makes. epochs: instead of steps, passes
-    of the whole run over the training data. batch: sequences in an update, over all devices. auto: takes the best layout for the devices at
-    hand, of those that the file leaves open. accumulate: the number of equal parts of the batch, which run one after another to save
-    memory. loss: the loss of the model, MODULE:NAME. null: the cross entropy of the next token. dpo: direct preference optimisation, of
-    pairs of answers. orpo: odds ratio preference optimisation, which needs no reference. beta: dpo's factor of rewards: the larger, the
-    nearer the model stays to its beginning; orpo's weight of the odds. remat: the values that the
-    backward pass computes again instead of reading them from memory. matmuls: all of a layer but the results of its matmuls and of cuDNN's
-    attention; attention: attention's scores; block: each layer, from its input; a list: each layer except the tensors of these names; auto:
-    the first setting whose step fits in the devices' memory, of matmuls and block, or without a fused kernel of none, attention, matmuls
-    and block. loss_chunks: the number of parts of a sequence whose logits and loss are computed one after another. null: the smallest
-    number with which the logits on a device take at most 1 GiB. uneven: the treatment of a parameter with a dim that its mesh axes do not
-    divide. pad: it is stored with zeros behind it, which the model does not see; refuse: an error. ema: the decay of a moving average of
-    the parameters, such as 0.999, which evaluations and samples then use. null: no average. In the first steps it is at most (1 + step) /
-    (10 + step). log_every: steps between logged steps. eval_every: steps between evaluations. 0: only at the end. eval_batches: the most
-    batches in an evaluation, of each part of a mixture. null: the whole held-out split. on_nonfinite: the answer to an update whose loss or
-    gradient is not finite. The update is never applied; the run stops, or skips the update and continues. skip_spikes: when to skip updates
-    with an extreme loss. null: never. max_skipped: this many skipped updates in a row end the run. stop_early: when the run ends
-    because its evaluations do not improve. null: never.
+    steps: the total number of updates, including those before a resume; null: as many as `epochs` makes.
+    epochs: instead of `steps`: the number of passes over the training data, in a mixture over all parts together. The last step completes
+    the last pass, also if a resume changes the batch. The run prints how many steps this makes. A file that gives both is an error;
+    `train.steps=null train.epochs=3` replaces the steps of a file.
+    batch: sequences per update, over all devices.
+    auto: take the [best layout for the devices at hand](search.md#at-the-start-of-a-run), of those that the file leaves open.
+    accumulate: gradient accumulation: splits each batch into this many parts (the effective batch size remains `batch`), computes their
+    gradients one after another to save memory, and combines them into one update ([what this sends](scaling.md#gradient-accumulation)). It
+    must divide `batch`, and the mesh axes that split the batch must divide a part. A loss of your own that [compares
+    rows](own.md#losses-that-compare-rows) is refused.
+    loss: [a loss of your own](own.md#your-own-loss), MODULE:NAME; null: the cross entropy of the next token; `dpo`: [direct preference
+    optimisation](finetune.md#preferences-dpo); `orpo`: [odds ratio preference optimisation](finetune.md#preferences-orpo).
+    beta: for `loss: dpo`, the factor of rewards: the larger, the nearer the model stays to its beginning; for `loss: orpo`, the weight of
+    the odds.
+    remat: what the backward pass recomputes. none: norms and the activation of the MLP, from their inputs; matmuls: each layer, except for
+    the results of its matmuls with weights and of attention (XLA's attention scores are recomputed; cuDNN's kernel does not run again);
+    attention: as none, and also the attention scores and whatever lies between matmuls and named tensors (with cuDNN's kernel, which never
+    stores scores, it is none); block: each layer, from its input; a list: each layer, except for the named [tensors](#model), where `heads`
+    includes all that cuDNN's kernel stores; `auto`: the setting with the [least recompute that
+    fits](performance.md#recompute-that-fits). Gradients are the same. A model [of your own](own.md#your-own-model) needs layers that are a
+    scan. See [Performance](performance.md#what-each-setting-buys).
+    loss_chunks: compute the loss and its gradient in this many chunks along the sequence, so that the full logits are never materialised.
+    It must divide `model.seq`. null: the fewest chunks that keep logits under 1 GiB per device.
+    uneven: what happens to a parameter with a dim that its mesh axes do not divide, such as a vocabulary of 50,257. pad: it is [stored with
+    zeros](scaling.md#sizes-that-do-not-divide) behind it, which the model does not see. refuse: an error. An optimizer of your own and
+    `optimizer.offload: host` always refuse.
+    ema: the decay of a moving average of the parameters, such as 0.999; null: no average. Evaluations, the sample and `jgt.load` use the
+    average. It is kept in f32, laid out like the moments, and is in checkpoints. In the first steps the decay is at most (1 + step) / (10 +
+    step).
+    log_every: steps between two logged steps; the last step is always logged.
+    eval_every: steps between two evaluations; 0: only after the last step, where there is always one.
+    eval_batches: batches in an evaluation, of each part of a mixture; null: the whole held-out split.
+    on_nonfinite: the reaction to an update whose loss or gradient is not finite. Such an update is never applied. stop: the run saves the
+    state before the update and ends with exit code 1; skip: it continues. stderr and `events.jsonl` record the step and the positions of
+    its samples.
+    skip_spikes: skips updates whose loss is extreme; null: applies them.
+    max_skipped: ends the run after this many skipped updates in a row.
+    stop_early: ends the run when its evaluations [no longer improve](#early-stopping); null: after `steps`.
     """
 
     WORDS = OTHER_WORDS
@@ -269,8 +293,8 @@ class TrainConfig:
 class ExportConfig:
     """`checkpoint.export`: folders that transformers loads, written while the run trains.
 
-    every: steps between exports, for which there is a checkpoint too. 0: only at the end.
-    path: the folder in which the folder of each step is written.
+    every: steps between two exports, for which checkpoints are saved too; 0: only at the end.
+    path: the folder of the exports: the model of step 500 is written to `PATH/500`.
     dtype: the type of the tensors.
     """
 
@@ -288,18 +312,23 @@ class ExportConfig:
 class CheckpointConfig:
     """The `checkpoint:` section.
 
-    every: steps between checkpoints. 0: none by steps.
-    minutes: the most minutes from one checkpoint to the next. null: none by time. There is always one at the end.
-    keep: the number of newest checkpoints that are not deleted. null: 3, or fewer if the disk has no room for another one.
-    keep_every: checkpoints of steps that this number divides are not deleted either. null: none.
-    keep_hours: one checkpoint of so many hours is not deleted either. null: none.
-    best: a metric of evaluations, the lower the better; with a minus in front of its name, the higher. The best step so far is saved, and
-    not deleted. null: none.
-    sha256: adds a SHA-256 to the CRC-32 of every file. It takes ten times as long to compute.
-    key: a file, or env:NAME for a variable of the environment, with the key that signs manifests. It implies sha256.
-    weights: another run's directory or URL, or one of its checkpoints. A new run starts with its parameters and statistics.
-    cast: converts floating arrays of a checkpoint that have another type than in this run. false: another type is an error.
-    export: folders that transformers loads. null: none.
+    every: steps between two checkpoints; 0: none by steps.
+    minutes: a checkpoint is saved when the last one was begun this many minutes ago, and is finished; null: none by time.
+    keep: how many of the newest checkpoints remain; null: 3, or fewer if the disk has no room for another one.
+    keep_every: checkpoints of steps that this number divides remain as well, however old they are; null: none.
+    keep_hours: one checkpoint of this many hours remains as well: the oldest one, and then each that was saved this long or longer after
+    the one before; null: none.
+    best: the name of a [metric of evaluations](#early-stopping), the lower the better, or with a minus in front the higher. An evaluation
+    that is better than all before it is saved, also between the steps of `every`, and the best checkpoint remains beside the newest ones;
+    null: none.
+    sha256: adds a SHA-256 to the CRC-32 of every file; about ten times slower.
+    key: signs the manifest of each checkpoint with the key in this file, or in a variable of the environment (`env:NAME`), and uses only
+    checkpoints that are signed with it. It implies `sha256`.
+    weights: fine-tuning: a run directory, [the URL of a run](stores.md), or one of its checkpoints, whose parameters and statistics (of a
+    BatchNorm, the biases of routers) a new run starts with, at step 0, with a new optimizer and random keys of its own. A run with
+    checkpoints of its own resumes from them; the path must still have a checkpoint.
+    cast: true: convert floating-point arrays of a checkpoint whose type differs from this run's; false: such an array is an error.
+    export: folders that Hugging Face's transformers loads, written [while the run trains](weights.md#while-a-run-trains); null: none.
     """
 
     WORDS = OTHER_WORDS
@@ -321,10 +350,11 @@ class HookConfig:
     """An entry of `hooks:`, code of the user's own that is called while the run trains.
 
     call: MODULE:NAME of a function, which gets the moment and the other keys, or of a class, which gets these keys when the run starts.
-    every: steps between two calls. null: no calls by steps.
+    every: steps between two calls; null: no calls by steps.
     at: other moments at which it is called.
-    on_error: the answer to an error in it. stop: the run saves its state and ends. warn: a line on stderr, and training continues.
-    arguments: all further keys.
+    on_error: the answer to an [error in it](#errors). stop: the run saves its state and ends. warn: a line on stderr, and training
+    continues.
+    arguments: all further keys, which are passed to it.
     """
 
     REST: ClassVar[str] = "arguments"
@@ -335,28 +365,29 @@ class HookConfig:
     arguments: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """A hook has to be called sometime."""
+        """Every hook needs `every` or `at`."""
         if self.every is None and not self.at:
             yield "call", "is never called. Add every: N, for every N-th step, or at: with some of start, eval, save and end"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlertsConfig:
-    """The `alerts:` section: what a person should hear of while a run trains. null turns a kind of alert off.
+    """The `alerts:` section: notifies a person while the run trains. null turns a kind of alert off.
 
-    command: a program and its arguments, which is called for each alert with environment variables that describe it.
-    seconds: the longest time for it; then it is killed.
-    spike: an alert if a logged loss is above the usual one by this share of it. A loss that is not finite is always one.
-    straggler: an alert if a process makes the steps this many times as long.
-    throughput: an alert if a logged step has less than this share of the usual speed.
-    disk: an alert if less than this share of the disk of the run directory is free.
-    progress: an alert if a process has made no progress for this share of the time after which the watchdog ends it.
+    command: a program and its arguments, called for each alert. It needs `--allow-command`, and `config.yaml` does not store it.
+    seconds: the longest time for the command; then it is killed.
+    spike: how far above the usual one, as a share of it, a logged loss is an alert: 1 is twice as high. A loss that is not finite is
+    always one.
+    straggler: the factor by which a process makes the steps longer, from which on it is an alert.
+    throughput: the share of the usual speed below which a logged step is an alert.
+    disk: the share of the run directory's disk below which free space is an alert.
+    progress: the share of the watchdog's time without progress from which on a process is an alert.
     """
 
     command: tuple[str, ...] = ()
     seconds: Seconds = 30.0
     spike: Positive | None = 1.0
-    straggler: Annotated[float, Bound(low=1.2, high=1e6)] | None = 1.2
+    straggler: Annotated[float, Bound(low=1.2, high=1_000_000)] | None = 1.2
     throughput: Fraction | None = 0.7
     disk: Fraction | None = 0.05
     progress: Fraction | None = 0.5
@@ -366,9 +397,9 @@ class AlertsConfig:
 class Fault:
     """An entry of `debug.faults`: a failure that a drill injects, once in a run.
 
-    at_step: the fault happens before this step begins; disk_full happens in the first save from this step on.
-    kind: the failure.
-    process: the index of the process to which it happens.
+    at_step: the fault happens before this step; disk_full happens in the first save from this step on.
+    kind: the kind of fault.
+    process: the process in which it happens.
     """
 
     at_step: Count
@@ -380,7 +411,7 @@ class Fault:
 class DebugConfig:
     """The `debug:` section.
 
-    faults: failures to inject, for drills.
+    faults: faults to inject, each once in a run, for [drills](reliability.md#drills).
     """
 
     faults: tuple[Fault, ...] = ()

@@ -97,7 +97,7 @@ class Setup(StateLayout):
             return self
         if samples_of_epoch is None:
             where = f"{self.run.where('train.epochs')}: train.epochs"
-            raise InputError([f"{where}: nobody knows how many samples a stream has. Set train.steps instead"])
+            raise InputError([f"{where}: the length of a stream is unknown, so epochs cannot be counted. Set train.steps instead"])
         left = math.ceil(train.epochs * samples_of_epoch) - samples
         return replace(self, run=replace(self.run, epoch_steps=max(step - (-left // train.batch), 1)))
 

@@ -19,16 +19,20 @@ MAX_BF16_DECAY = 0.99
 class _RateKeys:
     """The keys that every optimizer has: the learning rate and its schedule, weight decay, clipping.
 
-    lr: the highest learning rate.
-    schedule: after the warm-up. cosine falls to final_lr * lr by the end of the run; wsd is constant, then falls to it linearly
-    (arXiv 2404.06395); constant stays at lr.
-    warmup: steps in which the learning rate rises linearly.
-    decay: the share of all steps in which wsd's learning rate falls.
-    final_lr: the learning rate at the end of the run, as a share of lr.
-    weight_decay: decoupled weight decay. Norms and biases have none.
-    clip: the largest global norm of the gradient. null: no clipping.
-    train: patterns of the paths of the parameters that are trained; the others are frozen. null: all are trained.
-    gradients: the type in which devices add up gradients of matrices and tables. null: the matmuls' type, in a pipeline f32.
+    lr: the peak learning rate, for both optimizers.
+    schedule: the learning rate after warm-up. cosine: falls to `final_lr · lr` by the end of the run, along a cosine. wsd
+    (warmup-stable-decay): stays at `lr`, then falls linearly to `final_lr · lr` over the last share `decay` of the steps (arXiv
+    2404.06395). constant: stays at `lr`.
+    warmup: steps of linear warm-up.
+    decay: for wsd: the share of `train.steps`, at the end of the run, during which the learning rate falls.
+    final_lr: for cosine and wsd: the learning rate at the end of the run, as a share of `lr`.
+    weight_decay: decoupled weight decay.
+    clip: clips the gradient to this global norm; null: no clipping.
+    train: patterns of the parameters that are trained; the others are [frozen](#frozen-parameters). null: all are trained.
+    gradients: the type in which devices add up the gradients of matrices and tables. null: without a pipeline that of matmuls
+    (`model.dtype`), in a pipeline f32. bf16 needs `model.dtype: bf16`. In a pipeline microbatches are added up in f32 in any case, and so
+    are the parts of `train.accumulate`; devices add up theirs [once a step](scaling.md#gradient-accumulation). Gradients of norms are
+    always f32.
     """
 
     lr: Positive = 3e-4
@@ -48,7 +52,8 @@ class OwnOptimizer(_RateKeys):
 
     Its arguments `learning_rate` and `weight_decay`, if it has them, are arguments of the compiled step.
 
-    name: MODULE:NAME of the function. arguments: all further keys.
+    name: MODULE:NAME of the function.
+    arguments: all further keys.
     """
 
     REST: ClassVar[str] = "arguments"
@@ -68,11 +73,15 @@ class OwnOptimizer(_RateKeys):
 class OptimizerConfig(_RateKeys):
     """The `optimizer:` section: AdamW (arXiv 1711.05101) or Muon (arXiv 2502.16982), with warm-up and a learning rate schedule.
 
-    name: muon updates the matrices of the layers with Muon, and all other parameters with AdamW. MODULE:NAME is one of the user's own.
-    b1, b2, eps: AdamW's.
-    momentum: Muon's.
-    moments: the type in which moments are stored between updates.
-    offload: host stores moments in the host's memory between updates, none on the device.
+    name: adamw: AdamW for all parameters. muon: Muon for the matrices of the layers, and AdamW for the rest (embedding, head, norms,
+    biases, learned positions). Norms, biases and learned positions have no weight decay.
+    b1: AdamW's β₁.
+    b2: AdamW's β₂.
+    eps: AdamW's ε.
+    momentum: Muon's Nesterov momentum. `b1`, `b2` and `eps` apply to the AdamW parameters.
+    moments: the type in which moments are stored between updates, for both optimizers; updates are computed in f32. With bf16 the decays
+    (`b1`, `b2`, `momentum`) are at most 0.99.
+    offload: host: store moments in host memory between updates, and copy them to the device one parameter at a time.
     """
 
     WORDS = OTHER_WORDS

@@ -42,7 +42,7 @@ _NO_PHASES = frozenset((*_INSTANTS, *_BESIDE_PHASES))
 _WRITTEN_AT_ONCE = 1000
 _COUNTERS = ("loss", "eval_loss", "grad_norm", "tokens_per_s", "samples_per_s", "memory_bytes")
 _LAUNCHER_PID = 999_999
-"""The number of the launcher among the processes. It is larger than that of any process."""
+"""The launcher's pid in the trace, above any process number."""
 _COLOURS = {"redone": "terrible", "down": "grey", "steps": "good", "save": "rail_load", "compile": "rail_animation"}
 _TAIL = _LONGEST_LINE = 1 << 20
 _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode

@@ -100,7 +100,7 @@ def each_name(source: Source, shape: Shape) -> Iterator[str]:
 
 
 def folder_names(wanted: Iterable[str], found: Mapping[str, Tensor]) -> dict[str, str]:
-    """The tensors by the names that they have in a folder: files of the bare decoder lack the first part, as in `h.0.ln_1.weight`."""
+    """Maps our tensor names to those in the folder. Files of a bare decoder omit the first component, as in `h.0.ln_1.weight`."""
     firsts = {name.partition(".")[0] for name in wanted if name.count(".") > 1}
     bare = {first for first in firsts if not any(name.startswith(f"{first}.") for name in found)}
     return {name: name.partition(".")[2] if name.partition(".")[0] in bare else name for name in wanted}

@@ -41,12 +41,16 @@ _KEEPS_PARTIAL = ("convert_element_type", "transpose", "reshape", "squeeze", "sh
 class ParameterUse:
     """The use of one parameter in a step.
 
-    item_bytes: the bytes of one number as it is stored. counts: how often all of it is used, by phase. parts: the parts of the batch that
-    use it one after another. width: the bytes of its narrowest
-    cast over its own (1/2: stored in f32, used in bf16), without eight bits, in which no gradient is added up. read_width: the same with
-    eight bits. is_manual: whether it enters a shard_map that splits the batch itself. is_gathered: whether the program gathers it there.
-    brought: the mesh axes over which the program gathers it once, before anything reads it. held: the axes along which devices keep
-    different parts of it, such as experts.
+    item_bytes: the bytes of one number as it is stored.
+    counts: the uses of the whole parameter, by phase.
+    parts: the parts of the batch that use it, one after another.
+    width: the bytes of its narrowest cast over its own (1/2: stored in f32, used in bf16). Casts to eight bits do not count: no gradient is
+    added up in them.
+    read_width: the same, with casts to eight bits.
+    is_manual: whether it enters a shard_map that splits the batch itself.
+    is_gathered: whether the program gathers it there.
+    brought: the mesh axes over which the program gathers it once, before anything reads it.
+    held: the axes along which devices keep different parts of it, such as experts.
     """
 
     item_bytes: int

@@ -117,7 +117,7 @@ class _Values:
 
 @dataclass
 class _Part:
-    """Reads a half of one of the values of a variable, as a `Reader` does, for equations that only give it another shape."""
+    """A `Reader` of one of several values of a variable: of `where` (half 0), or of the value itself (half 1)."""
 
     values: _Values
     number: int = 0

@@ -69,9 +69,9 @@ class Operand:
 
 @dataclass(frozen=True)
 class Condition:
-    """A variable that says for pairs whether they meet, with the labels of its dims. Floats are added to scores: very negative ones part.
+    """A mask over (query, key) pairs, with the labels of its dims: a bool, or a float added to scores, where very negative values mask.
 
-    is_not: whether it says which pairs do not meet.
+    is_not: whether true masks a pair.
     """
 
     atom: Atom

@@ -75,8 +75,17 @@ def at(path, key, message):
         ({"schedul": "zb"}, "schedul", "unknown key. Did you mean 'schedule'?"),
         ({"remat": "stages"}, "remat", "'stages' is not one of none, layer, stage. Did you mean 'stage'?"),
         ({"gather": "steps"}, "gather", "'steps' is not one of step, layer. Did you mean 'step'?"),
-        ({"signal": None}, None, "the key 'signal' is missing"),
-        ({"microbatches": None}, None, "the key 'microbatches' is missing"),
+        (
+            {"signal": None},
+            None,
+            "the key 'signal' is missing: the signal whose layer scan is pipelined: `jax.lax.scan`, `nnx.scan` or `nn.scan` directly "
+            "under it",
+        ),
+        (
+            {"microbatches": None},
+            None,
+            "the key 'microbatches' is missing: the number of parts of the batch that go through the stages one after another",
+        ),
         ({"signal": "layer"}, "signal", "no signal of the program is 'layer'. Layer scans are under: 'layers'"),
     ],
     ids=str,

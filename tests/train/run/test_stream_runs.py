@@ -153,7 +153,9 @@ def test_other_commands_look_at_the_first_samples(run_of, capsys):
 
 
 def test_epochs_of_a_stream_are_refused(run_of):
-    with pytest.raises(InputError, match=r"train\.epochs: nobody knows how many samples a stream has\. Set train\.steps instead"):
+    with pytest.raises(
+        InputError, match=r"train\.epochs: the length of a stream is unknown, so epochs cannot be counted\. Set train\.steps instead"
+    ):
         train(run_of("run", "stateful", "train.epochs=2", "train.steps=null"))
 
 

@@ -43,7 +43,7 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
     **dict.fromkeys(("add_generation_prompt", "skip_special_tokens", "detokenize", "include_reasoning"), (True,)),
     "suffix": ("",),
 }
-"""Values of keys that ask for nothing else than what is done anyway. All else but null would change an answer."""
+"""Values that equal the default behaviour and are accepted. Any other but null would change an answer."""
 _MOST_STOPS, _MOST_STOP_CHARACTERS = 16, 256
 
 
@@ -77,7 +77,7 @@ class OrderReader:
 
     @property
     def most_bytes(self) -> int:
-        """The largest body that is read: a text of the model's length has fewer bytes, and nobody has to wait for a larger one."""
+        """The largest body that is read, which is larger than any prompt that fits the model."""
         return 65_536 + 32 * self.generator.longest
 
     def read(self, data: bytes, *, is_chat: bool) -> Order:

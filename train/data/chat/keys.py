@@ -23,9 +23,10 @@ def has_pairs(source: str) -> bool:
 class ChatKeys:
     """The keys of conversations, which a single source and a part of a mixture share.
 
-    template: the file of the chat template, which writes messages as text. auto: the one beside the tokenizer.
-    train_on: assistant trains on answers alone; all on every token of a conversation.
-    packing: several whole conversations share a row, each as if it were alone; false: one conversation a row, and padding.
+    template: for `chat` and `preferences`: the file of the [chat template](finetune.md#the-template). auto: the one beside the tokenizer.
+    train_on: for `chat`: assistant trains on answers alone, all on every token; see [what is trained](finetune.md#what-is-trained).
+    packing: for `chat`: true: several whole conversations share a row, each as if it were alone. false: one conversation a row, and
+    padding.
     """
 
     template: LocalPath = "auto"

@@ -34,13 +34,13 @@ class ExpertsConfig:
 
     count: the number of experts of a layer.
     choose: the number of experts that a token goes through.
-    shared: the width of an MLP that all tokens go through as well, in widths of an expert. 0: none.
-    ffn: the width of an expert. null: the width of the MLP, model.ffn.
-    score: the function that makes scores of the router's logits.
-    normalized: whether the scores of a token's chosen experts are divided by their sum. null: if there are several.
-    groups: limits a token to some groups of experts. null: no limit.
-    balance: the method that keeps the load of experts equal. bias: a bias of the choice, adjusted after each step; sequence, batch: a loss.
-    balance_rate: the step of the bias, or the factor of the loss. null: 0.001 for bias, 0.01 for a loss.
+    shared: the width of an MLP that all tokens go through as well, in widths of an expert; 0: none.
+    ffn: the width of an expert; null: the width of the MLP.
+    score: what makes scores of the router's logits.
+    normalized: whether the scores of a token's chosen experts are divided by their sum; null: if there are several.
+    groups: limits a token to some groups of experts; null: no limit.
+    balance: what keeps the load of experts equal. bias: a bias of the choice, adjusted after each step; sequence, batch: a loss.
+    balance_rate: the step of the bias, or the factor of the loss; null: 0.001 for bias, 0.01 for a loss.
     z_loss: the factor of the router's z-loss.
     first_dense: the number of first layers that have an ordinary MLP.
     """

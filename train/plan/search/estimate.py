@@ -37,9 +37,12 @@ _FROZEN_BYTES = {"f32": WIDE, "bf16": BYTES, "int8": 66 / 64, "nf4": 34 / 64}
 """The bytes of a frozen weight by `model.base_dtype`."""
 _HIDDEN = {"gathers": 0.6, "sums": 0.3, "tensor": 0.3, "context": 0.9, "stage": 0.0}
 """The share of the collectives of each kind that kernels hide, as far as kernels take as long."""
-_READS, _KEPT_READS, _WEIGHT_READS = 300, 100, 15
-"""The numbers of times that memory-bound kernels of a step read or write an array of the size of each layer's input, again if something is
-kept, and all weights, for each part of the batch."""
+_READS = 300
+"""Reads and writes, by memory-bound kernels of a step, of an array of the size of a layer's input, for each layer and part of the batch."""
+_KEPT_READS = 100
+"""Further ones in a layer that keeps something for the backward pass."""
+_WEIGHT_READS = 15
+"""Reads and writes of all weights, for each part of the batch."""
 _LAUNCHES = 5e-4
 """Seconds to launch the kernels of a layer for a part of the batch: about a hundred, at a few microseconds each."""
 _WORK, _LOGITS = 30, 3

@@ -16,7 +16,8 @@ class OuterConfig:
     """`sync.outer`: the outer step of DiLoCo (arXiv 2311.08105), Nesterov's momentum on the mean change of the parameters.
 
     lr: the outer learning rate. With 1, and momentum 0, the step is the mean of the parameters.
-    momentum: below 1. Long runs, with many exchanges, take more, and a lower lr: the paper has 0.7 and 0.9.
+    momentum: Nesterov's momentum; below 1. [Long runs](sync.md#losses), with many exchanges, take more, and a lower `lr`: the paper has 0.7
+    and 0.9.
     """
 
     lr: Positive = 1.0
@@ -32,13 +33,14 @@ class OuterConfig:
 class SyncConfig:
     """The `sync:` section: how often the devices along an axis of the mesh agree, and what they send.
 
-    axis: an axis that splits the batch and no parameter, the outermost of the batch's axes.
-    every: 1 adds up gradients in each step. More: the groups of devices train for themselves, and exchange parameters every N steps.
-    outer: the step that the exchange takes, with every above 1. null: the mean of the parameters (local SGD, arXiv 1805.09767).
-    wire: the type in which numbers travel over the axis. int8: in blocks of 256 with one scale each.
-    late: 1 adds up the gradients of a step beside the next one and applies them there, with every 1.
-    fragments: the number of parts in which the parameters are exchanged, one after another in a phase (arXiv 2501.18512), with every
-    above 1.
+    axis: an axis of the mesh that splits the batch as its outermost axis, and no parameter.
+    every: 1: gradients are added up in each step. More: each group trains for itself for so many steps, then they exchange parameters. At
+    most `train.steps`.
+    outer: with `every` above 1, the step that an exchange takes. null: the mean of the parameters (local SGD, arXiv 1805.09767).
+    wire: the type in which numbers cross the axis. int8: in blocks of 256 with a scale each.
+    late: with `every: 1`: 1 adds up the gradients of a step during the next one, which [applies them](sync.md#one-step-late).
+    fragments: with `every` above 1: the parameters are exchanged in so many [parts](sync.md#fragments), one after another in a phase
+    (arXiv 2501.18512).
     """
 
     axis: str

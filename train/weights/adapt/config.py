@@ -18,10 +18,11 @@ class LoraConfig:
 
     rank: the rank of an update.
     alpha: an update counts alpha / rank times.
-    modules: patterns of the paths of modules or of parameters; those of their matrices that a matmul reads are adapted.
+    modules: patterns of modules or of parameters; those of their matrices that a matmul reads are adapted.
     dropout: the share of what an update reads that is dropped in training.
     stabilized: whether an update counts alpha / √rank times instead (rsLoRA, arXiv 2312.03732).
-    hf: a folder, or its URL, with an adapter of PEFT for `model.hf`, which a new run begins with. It gives the other keys.
+    hf: a folder, or its URL, with [an adapter of PEFT](finetune.md#adapters-as-files) for `model.hf`, which a new run begins with. It gives
+    the other keys.
     """
 
     WORDS = OTHER_WORDS
