@@ -1,6 +1,6 @@
 """Prints the tests of the rooms that a change touches, for a run of their slow ones.
 
-    python .ci/touched.py [BASE]       # the change since BASE, or that of the last commit
+    python .ci/touched.py [BASE]       # for the changes since BASE; without it, or if this clone lacks it, those of the last commit
 
 A room is a folder below jgt/ or train/, and its tests are the folder of that name below tests/ or tests/train/.
 """
@@ -29,7 +29,7 @@ def tests_of(changed: Iterable[str], root: Path = ROOT) -> list[str]:
 
 
 def main() -> None:
-    """Prints them on one line. A BASE that is not in this clone stands for the last commit."""
+    """Prints them on one line."""
     for base in [*sys.argv[1:2], "HEAD~1"]:
         done = subprocess.run(["git", "diff", "--name-only", base, "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
         if base and done.returncode == 0:

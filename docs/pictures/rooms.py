@@ -3,9 +3,9 @@
     python docs/pictures/rooms.py            # writes the picture
     python docs/pictures/rooms.py --check    # exit code 1 if it is out of date
 
-A room is a folder, or a file beside the folders. It is drawn one floor above the highest room that it imports, so every arrow points down;
-a circle of imports is an error. Modules that are loaded by a string count as imports. Some rooms are imported almost everywhere, and arrows
-to them would hide the rest: these are left out. No room imports a wing of train, and the rooms that are no wings are its trunk.
+A room is a folder, or a file beside the folders. It is drawn one floor above the highest room that it imports, so every arrow points down.
+An import cycle is an error. Modules that are loaded by a string count as imports. Arrows to the rooms that almost every room imports are
+left out, because they would hide the others. The wings of train are the rooms that no other room imports; the other rooms are its trunk.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ _KINDS = {
 
 
 def url_problem(text: str) -> str | None:
-    """Why a text is no path if it is a URL, such as `s3://bucket/run`. None: it is none."""
+    """Why a URL, such as `s3://bucket/run`, is refused as a path. None: the text is not a URL."""
     if not _URL.match(text):
         return None
     return f"{shown(text)} is a URL, but jgt reads and writes files only. Copy it to a disk, or mount it as a folder, and give that path"
@@ -46,7 +46,7 @@ LocalPath = Annotated[str, url_problem]
 
 
 def path_problem(path: str | Path, kind: Literal["file", "folder"] = "file") -> str | None:
-    """Why a path leads to no regular file, or no folder: `No such file or directory`, `it is a named pipe, not a file`. None: it does."""
+    """Why a path is not a regular file, or a folder: `No such file or directory`, `it is a named pipe, not a file`. None: it is."""
     try:
         mode = stat.S_IFMT(Path(path).stat().st_mode)
     except OSError as error:

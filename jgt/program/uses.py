@@ -139,7 +139,7 @@ def _through(equation: Equation, trail: _Trail, rank: int) -> _Trail:
         return trail.without([equation.params["axis"]])
     if "new_sizes" in equation.params and not squeezed:
         return replace(trail, dims=_reshaped(trail.dims, jx.shape_of(equation.invars[0]), jx.shape_of(equation.outvars[0])))
-    # A change of rank that is none of these leaves no known correspondence. Dims sliced off later do not count.
+    # After any other change of rank the correspondence is unknown. Dims sliced off later do not count.
     return trail if rank == len(trail.dims) else replace(trail, dims=(None,) * rank)
 
 

@@ -1,9 +1,9 @@
-"""Mesh axes as a rules file names them: one, a group of them, and those of each dim of a tensor.
+"""Reads the mesh axes in a rules file: a name, a group of names under `axes:`, or a spec, which lists the axes of each dim of a tensor.
 
-A spec is JAX's PartitionSpec as a plain tuple, plus `...` for any number of dims that are not sharded, so that it can be
-read, compared and checked without JAX. `[[data, fsdp], null, ...]` in a rules file is `(("data", "fsdp"), (), ...)`.
+A spec is JAX's PartitionSpec as a plain tuple, so that it can be read, compared and checked without JAX. `...` stands for any number of
+dims that are not sharded: `[[data, fsdp], null, ...]` in a rules file is `(("data", "fsdp"), (), ...)`.
 
-Names under `axes:` are abbreviations for several mesh axes. They are replaced while reading, so nothing after this file knows them.
+The names of groups are replaced by their mesh axes while a spec is read, so no other file knows them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_group(node: Node, problems: list[str], _: object = None) -> tuple[str, 
 def _read_axis(node: Node, problems: list[str], groups: AxisGroups) -> str:
     axes = _axes(node, problems, groups)
     if len(axes) > 1:
-        problems.append(node.problem(f"is one mesh axis, but {node.value!r} stands for {', '.join(axes)}. Write one of them"))
+        problems.append(node.problem(f"takes one mesh axis, but {node.value!r} stands for {', '.join(axes)}. Write one of them"))
     return next(iter(axes), "")
 
 

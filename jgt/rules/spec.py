@@ -109,4 +109,4 @@ def _read_out(node: Node, problems: list[str], groups: AxisGroups) -> SpecRule:
 
 
 OutSpec = Annotated[SpecRule | None, ReadBy(_read_out, SPEC_SCHEMA)]
-"""The spec of what leaves a signal. A null is no spec: it could mean no rule as well as no axis."""
+"""The spec of what leaves a signal. A null is not a spec: it could mean no rule as well as no axis."""

@@ -33,7 +33,7 @@ def as_rules(rules: object) -> Rules:
 
 
 def check_mesh(mesh: object) -> Mesh | AbstractMesh:
-    """The mesh. Raises TypeError if it is none, and ValueError if its axes are not all Auto."""
+    """The mesh. Raises TypeError if it is not a mesh, and ValueError if its axes are not all Auto."""
     if isinstance(mesh, Mapping):
         sizes = dict(cast("Mapping[str, Any]", mesh))
         raise TypeError(f"mesh must be a mesh, not dict; make it with jgt.make_mesh({sizes!r})")
@@ -73,7 +73,7 @@ def check_surroundings(arrays: Iterable[Any]) -> None:
 
 
 def check_pipeline(pipeline: object) -> Staging | None:
-    """The pipeline. Raises TypeError if it is none."""
+    """The pipeline. Raises TypeError if it is not a pipeline."""
     if pipeline is None or callable(getattr(pipeline, "stage", None)):
         return cast("Staging | None", pipeline)
     example = f"jgt.Pipeline(**{pipeline!r})" if isinstance(pipeline, Mapping) else 'jgt.Pipeline(signal="layers", microbatches=4)'

@@ -208,7 +208,7 @@ def test_bind_reports_missing_keys_and_all_else_at_once():
 
 def read_times(node, problems, times):
     if not isinstance(node.value, int):
-        problems.append(node.problem("is no number"))
+        problems.append(node.problem("is not a number"))
         return 0
     return node.value * times
 
@@ -257,7 +257,7 @@ def test_a_mapping_fills_a_tuple_of_classes_that_know_their_names_and_places():
     ("text", "problem"),
     [
         ("entries: [a]", "f.yaml:1: entries: must be a mapping of keys to values, not a list"),
-        ("entries: {a: {short: x}}", "f.yaml:1: entries.a.short: is no number"),
+        ("entries: {a: {short: x}}", "f.yaml:1: entries.a.short: is not a number"),
         ("entries: {a: null}", "f.yaml:1: entries.a: the key 'short' is missing: the number"),
         ("entries: {a: {short: 1, name: b}}", "f.yaml:1: entries.a.name: unknown key. Known: short, pair."),
         ("entries: {a: {short: 1, where: b}}", "f.yaml:1: entries.a.where: unknown key. Known: short, pair."),

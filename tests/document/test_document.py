@@ -371,7 +371,7 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory, data):
         ("zzz", ["steps", "batch"], "Known: steps, batch."),
         ("zzz", [], "There is none."),
         ("zzz", [f"k{i}" for i in range(30)], "Known: " + ", ".join(f"k{i}" for i in range(24)) + ", ..."),
-        # Case is no difference.
+        # Case makes no difference.
         ("1F1B", ["gpipe", "1f1b"], "Did you mean '1f1b'?"),
     ],
 )

@@ -150,7 +150,7 @@ def test_a_file_extends_another_entry_by_entry(tmp_path):
         ("signals: {a: {overlap: [x]}}", "r.yaml:1: signals.a.overlap: must be the name of a mesh axis or of a group in axes:, not a list"),
         (
             "axes: {g: [x, y]}\nsignals: {a: {overlap: g}}",
-            "r.yaml:2: signals.a.overlap: is one mesh axis, but 'g' stands for x, y. Write one",
+            "r.yaml:2: signals.a.overlap: takes one mesh axis, but 'g' stands for x, y. Write one",
         ),
         ("default: shard", "r.yaml:1: default: 'shard' is not one of replicate. Leave it out"),
         ("default: [a]", "r.yaml:1: default: ['a'] is not one of replicate"),

@@ -1,8 +1,8 @@
 """The files of a checkpoint, compared with its manifest. Needs neither JAX nor Orbax.
 
 A step is whole if it has exactly the files that its manifest lists, each with the listed size and checksum. Anything that is not a regular
-file is refused before it is read, because a pipe or a device would block the reader. An error of the disk is no verdict; it stays an
-OSError (see `train.files.disk`).
+file is refused before it is read, because a pipe or a device would block the reader. A failing disk does not make a step broken: its error
+stays an OSError (see `train.files.disk`).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ complete, and read first, before any of them is used. `train.checkpoint.contents
 
 A checkpoint may come from a stranger, so a manifest is read as hostile input: at most 64 MiB, JSON and never pickles, every number in
 range, every path below the step's folder, no links, and no pipes or devices, which would block the reader. Whatever is wrong becomes one
-BrokenError with one printable line. The invariant: a Manifest that `read` returns has the types that its fields declare. An error of the
-disk is no verdict; it stays an OSError (see `train.files.disk`).
+BrokenError with one printable line. The invariant: a Manifest that `read` returns has the types that its fields declare. A failing disk
+does not make a step broken: its error stays an OSError (see `train.files.disk`).
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def _write(folder: Path, key: str, dtype: str, pieces: Iterable[bytes], time_ns:
             file.flush()
             # Without fsync, a crash of the machine can leave the final name on an empty file.
             os.fsync(file.fileno())
-            # The same time on every process: to a process that has mapped a file, its replacement by an equal one is no change.
+            # The same time on every process: to a process that has mapped a file, replacing it by an equal one changes nothing.
             os.utime(new, ns=(time_ns, time_ns))
             return new.replace(folder / f"{key}.{checksum:08x}.{dtype}.bin")
     except BaseException as error:

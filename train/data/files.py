@@ -117,7 +117,7 @@ class Finder:
             return self._matching("/".join(parts[:plain]), start, [*pattern, *(["*"] if pattern[-1] == "**" else [])])
         *above, name = parts
         ways = [(url, "", ["**", "*"]), ("/".join(above), PurePath(name).stem, [glob.escape(name)])]
-        # The likely one first. A bucket is no file.
+        # The likely one first. A bucket is not a file.
         ways = ways[:1] if len(above) == _BEFORE_NAMES else ways[::-1] if PurePath(name).suffix else ways
         found = (self._matching(*way) for way in ways)
         return next((one for one in found if one[1]), (Bucket(url), [], []))
@@ -132,7 +132,7 @@ class Finder:
         return bucket, found, sorted(indexes & {*names} - {*found})
 
     def below(self, root: str, skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
-        """Everything below a folder that is no folder itself, except in hidden and `skipped` folders."""
+        """Everything below a folder that is not a folder itself, except in hidden and `skipped` folders."""
         return (Path(folder, name) for folder, names in self._walk(root, skipped) for name in names)
 
     def _walk(self, root: str, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[str, list[str]]]:

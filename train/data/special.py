@@ -87,7 +87,7 @@ def declared_tokens(folder: Path, id_of: Callable[[str], int | None]) -> Iterato
     for text, number in {} if decoder is not None else _read(folder / _ADDED).items():
         is_special = text in names or text in further
         yield number, {"content": text, "special": is_special, "normalized": not is_special}, False
-    # A name alone is no token.
+    # A name alone is not a token.
     for text, shape in {**{name: name for name in names if id_of(name) is not None}, **further}.items():
         yield None, {**(shape if isinstance(shape, Mapping) else {"content": text}), "special": True}, False
 

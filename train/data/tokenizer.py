@@ -83,7 +83,7 @@ class JsonTokenizer:
             # The file may ask for truncated or padded texts, which would silently lose or invent tokens.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
-        with self._as_input_error("has tokens beside it that are none"):
+        with self._as_input_error("has invalid tokens beside it"):
             added = self._add_declared(tokenizers.AddedToken)
         with self._as_input_error("not a tokenizer.json"):
             # Ids may have gaps, so the number of tokens may be smaller than the largest id plus one.

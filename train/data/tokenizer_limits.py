@@ -27,7 +27,7 @@ _MAP = "precompiled_charsmap"
 
 
 def limit_problem(data: bytes) -> str | None:
-    """Why a tokenizer.json could take any time or memory. None: it cannot, or it is no JSON, which its reader says."""
+    """Why a tokenizer.json could take any time or memory. None: it cannot, or it is not JSON, which its reader says."""
     if data.count(b"[") + data.count(b"{") > _MOST_BRACKETS or data.count(b'"') > _MOST_QUOTES:
         return f"has more than {_MOST_BRACKETS:,} brackets or {_MOST_QUOTES:,} quotes"
     try:

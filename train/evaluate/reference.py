@@ -90,7 +90,7 @@ def reference_of(run: Run) -> Mapping[str, Any]:
 
 
 def checksum(file: Path) -> str | None:
-    """The SHA-256 of a file; None if it cannot be read, or is no file that a run has written."""
+    """The SHA-256 of a file; None if it cannot be read, or is not a file that a run has written."""
     with contextlib.suppress(OSError), open_file(file) as opened:
         return hashlib.sha256(opened.read(_MOST_BYTES)).hexdigest()
     return None
@@ -117,7 +117,7 @@ def _scores(setup: Setup, state: State, samples: Any, name: str, say: Callable[[
 
 def _read(file: Path, identity: str) -> Mapping[str, np.ndarray] | None:
     """The stored log-probabilities; None if they are of other pairs or another model, or the file is damaged."""
-    # For what is no such archive, zipfile and numpy raise errors of a dozen types.
+    # For anything but such an archive, zipfile and numpy raise errors of a dozen types.
     with contextlib.suppress(Exception):
         with open_file(file) as opened:
             content = bytes(unseal(SCORES, opened.read(_MOST_BYTES)))

@@ -88,7 +88,7 @@ def _modules(form: Form, model: SavedModel) -> dict[str, list[tuple[str, Site]]]
     for path in model.factors:
         name = sources[path].name
         if name.count("{") > 1 or not name.endswith(".weight"):
-            problems.append(f"{path}: its tensor {name} is no linear module, which PEFT could adapt")
+            problems.append(f"{path}: its tensor {name} is not a linear module, which PEFT could adapt")
         modules.setdefault(name.removesuffix(".weight"), []).append((path, Site.of(sources[path], path, shapes[path])))
     if problems:
         raise InputError([f"{model.saved.folder}: {problem}. {_MERGE}" for problem in problems])

@@ -126,7 +126,7 @@ class Exports:
         with contextlib.suppress(Empty):
             while True:
                 name, ended, details = self._ended.get_nowait()
-                # Without a duration: it is no time of the run's own.
+                # Without a duration: the run did not wait for it.
                 self._event(name, ended, 0.0, **details)
 
     def finish(self) -> None:

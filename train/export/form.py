@@ -92,7 +92,7 @@ def own_form(model: Any, keys: Mapping[str, Any], shapes: Mapping[str, Shape], n
         raise InputError([f"{place}: {_OWN} must return a pair {example}: {type(error).__name__}: {error}"]) from error
     scalars = [path for path, shape in shapes.items() if path in names and len(shape) <= names[path].count("{")]
     problems = [f"{_OWN} has no tensor for the parameter {path} {list(shapes[path])}" for path in shapes.keys() - names.keys()]
-    problems += [f"{_OWN} names {path}, which is no parameter of the model" for path in names.keys() - shapes.keys()]
+    problems += [f"{_OWN} names {path}, which is not a parameter of the model" for path in names.keys() - shapes.keys()]
     problems += [f"{path} {list(shapes[path])} has no dim beside those that its tensor's name counts" for path in scalars]
     if problems:
         raise InputError([f"{place}: {problem}" for problem in sorted(problems)])

@@ -105,7 +105,7 @@ class SavedModel:
         if (*a.shape[:-2], b.shape[-1], a.shape[-2]) == shape:
             # [out, in], as a head has it.
             return np.swapaxes(b, -1, -2), self.lora.scale * np.swapaxes(a, -1, -2)
-        raise InputError([f"{path}: has the shape {list(shape)}, which is no stack of matrices, so its adapter cannot be merged"])
+        raise InputError([f"{path}: has the shape {list(shape)}, which is not a stack of matrices, so its adapter cannot be merged"])
 
 
 def _added(value: _Array, place: Span, a: _Array, b: _Array) -> _Array:

@@ -64,7 +64,7 @@ def bucket_problem(text: str) -> str | None:
     """Why a URL names no place in a store. None: it does, or is a path."""
     if almost := _ALMOST_URL.match(text):
         remedy = f"It would begin with {almost[1].lower()}://. For a folder of this name, write ./{almost[1]}:/"
-        return f"{shown(text)} looks like a URL, and is none. {remedy}"
+        return f"{shown(text)} looks like a URL, but is not one. {remedy}"
     if not is_url(text) or _URL.fullmatch(text):
         return None
     is_known = text.partition("://")[0] in ("s3", "gs", "file")
@@ -154,7 +154,7 @@ class Bucket:
         return bisect.bisect_left(range(_MOST_BYTES), True, key=is_behind)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Removes objects; those that are absent already are no error."""
+        """Removes objects; an object that is absent already is not an error."""
         with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(lambda name: self.write(name, None), names))
 

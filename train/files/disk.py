@@ -135,7 +135,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def replaced(path: Path, *, is_of_run: bool = False) -> Iterator[Path]:
     """The path of a new file, which is written inside and then replaces the one at `path`. After an error it is gone. Raises OSError.
 
-    is_of_run: whatever is there is replaced. Otherwise what is no regular file, such as /dev/stdout, is written as it is.
+    is_of_run: whatever is there is replaced. Otherwise what is not a regular file, such as /dev/stdout, is written as it is.
     """
     is_replaced = is_of_run or kind(path) in (None, stat.S_IFREG)
     new = path.with_name(f"{path.name}{'' if is_of_run else f'.{os.getpid()}'}.new") if is_replaced else path

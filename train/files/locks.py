@@ -7,9 +7,10 @@ from typing import IO, Any
 
 
 def lock(file: IO[Any] | int, *, waits: bool = False, is_shared: bool = False) -> bool:
-    """Locks an open file, or a descriptor, until it is closed. False: another process has it locked.
+    """Locks an open file, or a descriptor, until it is closed. False: another process has locked it.
 
-    waits: until the other process releases it. is_shared: several processes may lock it so. Raises OSError where there are no locks.
+    waits: wait until the other process releases it. is_shared: other processes may take shared locks on it too. Raises OSError where the
+    file system has no locks.
     """
     try:
         fcntl.flock(file, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | (0 if waits else fcntl.LOCK_NB))

@@ -30,7 +30,7 @@ _FULL = 0.97
 
 
 def clean(value: Any, most: int = 60) -> str:
-    """Text of a run's file for a terminal: printable ASCII, cut after `most` characters. Empty if it is no text."""
+    """Text of a run's file for a terminal: printable ASCII, cut after `most` characters. Empty if it is not text."""
     # A wide character would shift the columns behind it.
     return shown(value, most, quotes=False).encode("ascii", "backslashreplace").decode()[: most + 3] if isinstance(value, str) else ""
 

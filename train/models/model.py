@@ -134,7 +134,7 @@ def of_nnx(make: Callable[[nnx.Rngs], nnx.Module]) -> Model:
         result = use(module)
         # What a module declares may carry values from its layers to its loss.
         if lost := [name for name, x in _attributes(module).items() if name not in declared and isinstance(x, jax.Array)]:
-            why = "is no variable of nnx, so its value would be lost. Return it, or make it an nnx.Variable in the model's __init__"
+            why = "is not an nnx.Variable, so its value would be lost. Return it, or make it an nnx.Variable in the model's __init__"
             raise LostError(f"the model's attribute {lost[0]} was set to an array, which {why}")
         after = nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Param)))
         # A module may add variables while it runs, such as values that it sows. They do not outlive the step.

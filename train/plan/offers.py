@@ -6,8 +6,8 @@ GPU, from a file such as
     h100: 2.5
     h200: 3.1
 
-For a deadline, the number of GPUs follows from the speed of one GPU in the layout that was found: more GPUs are taken to be as fast each. A
-larger machine spends more of its time on the network, so the number is a lower limit, to be checked by another search.
+For a deadline, the number of GPUs follows from the speed of one GPU in the layout that was found, as if a larger machine had the same speed
+per GPU. It spends more time on the network, so the number is a lower limit. Another search with that number checks it.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Programs:
         except DamagedError as error:
             return self._report(f"the compiled program {path} {error}. {_remove(path)}")
         except OSError as error:
-            # A disk that fails for a moment is no damage, so the file stays.
+            # The disk may have failed for a moment: the file is not damaged, so it stays.
             return self._report(f"the compiled program {path} cannot be read: {error.strerror or error}. It is compiled again")
         with contextlib.suppress(OSError), self._trial_lock:
             if self._trial is None:

@@ -73,4 +73,4 @@ class Histogram:
 
 
 Medium = Image | Histogram | str
-"""A value of a step that is no number."""
+"""A value of a step that is not a number."""

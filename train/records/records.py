@@ -111,7 +111,7 @@ class Records:
             self.event("write", saving["since"], time.time() - saving["since"], step=step)
 
     def event(self, name: str, started: float, seconds: float, **details: Any) -> None:
-        """Appends an event that is no phase of its own. started: seconds since 1970."""
+        """Appends an event that is not a phase of its own. started: seconds since 1970."""
         if name == "save_failed":
             self.timeline.figures.pop("saving", None)
         self._put({"phase": name, "time": round(started, 6), "seconds": round(seconds, 6), **details})

@@ -92,7 +92,7 @@ def check_places(run: Run, resume: Resume, *, allow_command: bool = False) -> No
 
 
 def _check_allowed(run: Run, resume: Resume) -> None:
-    """Raises InputError if a key that may differ is in neither the run's file nor that of the run directory."""
+    """Raises InputError for a key of `--allow-change` that neither the run's file nor the config.yaml of the run directory has."""
     keys, path = [key for key in resume.allow if key not in FIXED], run.config.run.path / CONFIG
     if not keys:
         return

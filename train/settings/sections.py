@@ -129,7 +129,7 @@ class RunConfig:
         if not self.name.isprintable() or set(self.name) & set("/\\") or self.name in ("", ".", ".."):
             yield "name", f"{document.shown(self.name)} cannot name a folder. Use letters, digits, dots and dashes"
         if self.spool is not None and self.url is None:
-            yield "spool", "belongs to a run in a bucket, but run.dir is no URL. Remove the key, or set run.dir: s3://BUCKET/FOLDER"
+            yield "spool", "belongs to a run in a bucket, but run.dir is not a URL. Remove the key, or set run.dir: s3://BUCKET/FOLDER"
         key = "name" if self.dir is None else "dir"
         if self.dir is not None and not (self.dir and self.dir.isprintable()):
             yield "dir", f"{document.shown(self.dir)} cannot be a path. Use letters, digits, dots, dashes and slashes, or null"

@@ -38,7 +38,7 @@ LOGITS_BYTES = 1 << 30
 
 
 class _Options(NamedTuple):
-    """The arguments of `make_loss` that are no arrays."""
+    """The arguments of `make_loss` that are not arrays."""
 
     chunks: int
     groups: Groups

@@ -1,7 +1,7 @@
 """The state of a run, which a step takes and returns and a checkpoint stores.
 
-A feature of the run that is off has None in the place of its arrays, which is no array to JAX, so one type serves all runs. The names of
-the fields are the names on disk.
+A feature that is off has None in the place of its arrays, which is not an array to JAX, so one type serves all runs. The names of the
+fields are the names on disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class State:
     model keeps from step to step, such as running statistics and random keys. losses: the losses of the last steps for `train.skip_spikes`,
     f32[window], NaN for steps still to come. average: the moving average of the parameters for `train.ema`, in f32. anchor, momentum: the
     parameters of the last exchange, if `sync.every` is above 1, and the momentum of `sync.outer`. waiting: the gradients of each replica
-    that the next step applies, if `sync.late` is 1, [R, ...]. frozen: the parameters that are not trained, and so are no part of `params`.
+    that the next step applies, if `sync.late` is 1, [R, ...]. frozen: the parameters that are not trained, and so not in `params`.
     """
 
     step: jax.Array

@@ -79,5 +79,5 @@ def _owner(storage: Storage, path: str, x: Any) -> str | None:
 
 
 def _only(tree: Any, index: int, leaf: jax.Array) -> Tree:
-    """A tree with one leaf, and None, which is no leaf to JAX, in place of the others."""
+    """A tree with one leaf, and None, which is not a leaf to JAX, in place of the others."""
     return jax.tree.unflatten(tree, [leaf if i == index else None for i in range(tree.num_leaves)])

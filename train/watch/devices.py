@@ -30,7 +30,7 @@ class DeviceLanes:
         self.begin = self.end = 0.0
         self.first = self.last = 0
         self._run, self._slices = run, list[tuple[int, float, float, str, str]]()
-        # A file of another version or a damaged one is no profile.
+        # A file of another version or a damaged one is not a profile.
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError, OverflowError):
             with open_file(run / "profile" / f"slices-{process}.json") as file:
                 found: Any = json_value(file.read(_LARGEST))

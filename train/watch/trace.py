@@ -47,7 +47,7 @@ _COLOURS = {"redone": "terrible", "down": "grey", "steps": "good", "save": "rail
 _TAIL = _LONGEST_LINE = 1 << 20
 _encode = json.JSONEncoder(allow_nan=False, check_circular=False).encode
 _GAP = 0.002
-"""Seconds between two events that are no gap: they are rounded to milliseconds."""
+"""Seconds between two events that do not count as a gap: times are rounded to milliseconds."""
 
 
 def write_trace(run: Path, path: Path, last_s: float | None = None, step: int | None = None) -> int:

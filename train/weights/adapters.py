@@ -59,7 +59,7 @@ class Peft:
         return self.path / TENSORS
 
     def section(self, family: Family) -> dict[str, Any]:
-        """The keys of the `lora:` section that the adapter means. Raises InputError with every module that is none of jgt's."""
+        """The keys of the `lora:` section that the adapter means. Raises InputError with every module that jgt does not have."""
         ours: dict[str, list[str]] = {}
         for module, tensor in {**LLAMA, **family.names}.items():
             ours.setdefault(tensor, []).append(module)

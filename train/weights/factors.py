@@ -55,7 +55,7 @@ class Site:
 
 
 def check_factors(peft: Peft, sites: Mapping[tuple[str, str], Site]) -> None:
-    """Raises InputError with every module of an adapter that is none of a model's matrices, or has factors of other shapes.
+    """Raises InputError with every module of an adapter that is not a matrix of the model, or has factors of other shapes.
 
     sites: by the paths of their A and B.
     """

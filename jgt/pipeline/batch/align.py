@@ -59,7 +59,7 @@ class _Comparison:
                 continue
             self._check_pair(whole[i], micro[j])
             if not runs_programs(whole[i]):
-                # The inside of a kernel, or of a call of experts, is cut to its rows: a grid, say, is no power of the batch size.
+                # The inside of a kernel, or of a call of experts, is cut to its rows: a grid, say, is not a power of the batch size.
                 continue
             for p, q in zip(jx.subprograms(whole[i]), jx.subprograms(micro[j]), strict=False):
                 self.compare(jx.body(p).eqns, jx.body(q).eqns, place_of(whole[i], around))

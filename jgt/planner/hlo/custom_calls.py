@@ -20,7 +20,7 @@ _MOSAIC = re.compile(r'custom_call_target="mosaic_gpu')
 
 
 def custom_call_flops(text: str, first: Shape) -> int | None:
-    """FLOPs of one of XLA's custom calls, by its HLO and the shape of its first operand; None if it is no kernel that is known here."""
+    """FLOPs of one of XLA's custom calls, by its HLO and the shape of its first operand; None for an unknown kernel."""
     if (attention := attention_of(text, first)) is not None:
         return attention.flops
     if not _MOSAIC.search(text):

@@ -110,7 +110,7 @@ class _Scope(NamedTuple):
     """The surroundings of an equation: its name stack, the trips of its loops, and the axes that split the batch and are not manual.
 
     is_replaced: whether this is inside a replaced piece of program, whose plan contains what its sums send. parts: the trips of the loops
-    around it that are no scans, such as the one over the parts of a batch.
+    around it that are not scans, such as the one over the parts of a batch.
     """
 
     name: str

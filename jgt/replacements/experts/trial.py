@@ -107,7 +107,7 @@ def _try(call: ExpertCall, equation: Equation) -> bool:
         whole, _ = run(_ALL, 1)
         again = [run(numbers, 7) for numbers in _AGAIN]
         if count > 1:
-            # A device numbers its own experts from 0, so the first of all must be no special one.
+            # A device numbers its own experts from 0, so the first of all must not be a special one.
             again.append(run(_ALL[::-1], 1, [w[::-1] for w in weights]))
     tolerance = 1e-5 if x.dtype == jnp.float32 else 2e-2
     atol = tolerance * float(np.max(np.abs(whole)))

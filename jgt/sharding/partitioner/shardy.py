@@ -152,5 +152,5 @@ def sharding_of(value: Any) -> Any:
 
 
 def type_shape(value: Any) -> tuple[int, ...]:
-    """The shape of an array; () for a value that is none, such as a token."""
+    """The shape of an array; () for a value without one, such as a token."""
     return tuple(ir.RankedTensorType(value.type).shape) if isinstance(value.type, ir.RankedTensorType) else ()

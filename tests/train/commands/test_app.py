@@ -304,8 +304,7 @@ def test_other_errors_have_the_same_form(served):
 
     assert status("/v1/nothing") == (
         404,
-        "there is no path '/v1/nothing'. There are /health, /v1/models, /v1/completions, /v1/chat/completions; "
-        "the base_url of a client ends with /v1",
+        "unknown path '/v1/nothing'. Known: /health, /v1/models, /v1/completions, /v1/chat/completions. A client's base_url ends with /v1",
     )
     assert status("/v1/models/org/gpt-4") == (404, "the model 'org/gpt-4' is not served here. There is: 'parrot'")
     assert status(COMPLETIONS) == (405, "Method Not Allowed")

@@ -306,7 +306,7 @@ def test_tars_continue_bit_for_bit_and_each_sample_is_read_once_an_epoch(tar_sou
 
 
 def test_what_is_wrong_with_a_tar_is_said(tar_source, tars, tmp_path, monkeypatch):
-    assert "train-0.tar: /0000.wav: is none of json, npy, cls, txt, jpg, jpeg, png, webp. Leave it out: data.columns" in refused(tar_source)
+    assert "train-0.tar: /0000.wav: is not one of json, npy, cls, txt, jpg, jpeg, png, webp. Leave it out" in refused(tar_source)
     assert "0000.cls: the sample has no 'clas'. Did you mean 'cls'?" in refused(tar_source, columns=["clas"])
     assert "data.colums: tar has no argument 'colums'. Did you mean 'columns'?" in refused(tar_source, colums=["cls"])
     whole, vast = (tars / "train-0.tar").read_bytes(), tarfile.TarInfo("0.cls")

@@ -164,7 +164,7 @@ def test_a_template_that_is_null_is_none(folder):
             "the files beside it say that '<tool>' has the id 9, and here it has 4. Save the tokenizer again",
         ),
         ("added_tokens", '{"<tool>": "x"}', "the files beside it say that '<tool>' has the id x, and here it has 4"),
-        ("tokenizer_config", '{"added_tokens_decoder": {"4": {"text": "x"}}}', "tokenizer.json: has tokens beside it that are none: "),
+        ("tokenizer_config", '{"added_tokens_decoder": {"4": {"text": "x"}}}', "tokenizer.json: has invalid tokens beside it: "),
         ("tokenizer_config", '{"eos_token": 3}', "tokenizer_config.json: eos_token: must be the text of a token, not 3"),
         (
             "generation_config",

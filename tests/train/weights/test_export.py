@@ -253,7 +253,7 @@ def test_a_model_of_ones_own_names_its_tensors(tmp_path):
         (None, "my:Own cannot be exported: it does not say its tensors. Give it a static method hugging_face(keys) with"),
         (lambda keys: 3, "hugging_face must return a pair with the contents of config.json and a dict"),
         (lambda keys: ({}, {"embed/table": "a"}), "hugging_face has no tensor for the parameter layers/mlp/bias [3, 6]"),
-        (lambda keys: ({}, {"embed/tabel": "a"}), "hugging_face names embed/tabel, which is no parameter of the model"),
+        (lambda keys: ({}, {"embed/tabel": "a"}), "hugging_face names embed/tabel, which is not a parameter of the model"),
         (
             lambda keys: ({}, dict.fromkeys(OWN, "{l}.{e}.x")),
             "layers/mlp/bias [3, 6] has no dim beside those that its tensor's name counts",

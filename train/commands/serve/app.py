@@ -189,7 +189,7 @@ async def _failed(request: Request, error: Any) -> Response:
         status, code, message, headers = error.status_code, None, error.detail, dict(error.headers or {})
         if message == "Not Found":
             paths = ", ".join(route.path for route in request.app.routes if "{" not in route.path)
-            message = f"there is no path {shown(request.url.path)}. There are {paths}; the base_url of a client ends with /v1"
+            message = f"unknown path {shown(request.url.path)}. Known: {paths}. A client's base_url ends with /v1"
     else:
         status, code, message = _ERRORS.get(type(error), (500, None, "the server failed. Its log says why"))
         headers = {"Retry-After": "1"} if status == 503 else {}

@@ -77,7 +77,7 @@ def _text(program: jinja2.Template, request: dict[str, Any], most: int) -> str:
         if size > most:
             raise ValueError(f"its text is longer than {most:,} characters")
     text = "".join(pieces)
-    # Half of a surrogate pair is no character, and raises UnicodeEncodeError.
+    # Half of a surrogate pair is not a character, and raises UnicodeEncodeError.
     text.encode()
     return text
 

@@ -117,7 +117,7 @@ def shapes_of(first: Any, where: str) -> SampleShapes:
     """The arrays of the first sample. Raises InputError."""
     if not isinstance(first, Mapping) or not first or not all(isinstance(name, str) for name in first):
         raise InputError([f"{where}: sample 0 is {named(first)}. A sample is a dict of arrays by name, such as {{'x': x, 'y': y}}"])
-    # Lists of different lengths are no array.
+    # Lists of different lengths do not form an array.
     arrays = {name: asked(where, f"sample 0: {name}", functools.partial(np.asarray, x)) for name, x in first.items()}
     if others := [name for name, x in arrays.items() if x.dtype.kind not in "biufV"]:
         remedy = "Leave it out, or make numbers of it (docs/own.md)"

@@ -139,7 +139,7 @@ def _value(kind: str, content: bytes) -> Any:
             raise ValueError("needs the package pillow. Install it: pip install pillow") from None
         return np.asarray(images.open(io.BytesIO(content)).convert("RGB"))
     if kind not in _READERS:
-        raise ValueError(f"is none of {', '.join((*_READERS, *_IMAGES))}. Leave it out: data.columns lists what a sample has")
+        raise ValueError(f"is not one of {', '.join((*_READERS, *_IMAGES))}. Leave it out: data.columns lists what a sample has")
     return _READERS[kind](content)
 
 

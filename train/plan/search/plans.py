@@ -198,7 +198,7 @@ def plans_folder() -> Path:
 
 
 def _read(path: Path) -> Answer | None:
-    # A file of another version, or a damaged one, is no plan.
+    # A file of another version, or a damaged one, is not a plan.
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         answer = Answer.of_json(json_value(path.read_text()))
         if 0 <= answer.seconds < math.inf:

@@ -88,7 +88,7 @@ class Alerts(Logger):
             elif row[1]:
                 self._judge((*row[1],), row[1])
             if time.monotonic() - looked >= _SECONDS:
-                # A run directory that somebody removes, or a file system that fails, is no reason to stop looking.
+                # A run directory that somebody removes, or a file system that fails, is not a reason to stop looking.
                 with contextlib.suppress(OSError):
                     self._judge(("straggler", "progress", "disk"), dict(self.of_run()))
                 looked = time.monotonic()

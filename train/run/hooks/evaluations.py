@@ -26,7 +26,7 @@ from ...records.clock import InFlight, steps_ahead
 from ...step.state import Tree
 
 EVENT = "event"
-"""In a row of metrics.jsonl of what hooks have logged, which is no evaluation: the event."""
+"""In a row of metrics.jsonl of what hooks have logged, which is not an evaluation: the event."""
 _STORED = 1000
 """The number of newest evaluations that a checkpoint has, beside the best one."""
 

@@ -225,7 +225,7 @@ def _cut(line: Line, width: int) -> Line:
 def _spark(values: Sequence[float], columns: int) -> str:
     """A curve in one line, `columns` characters at most."""
     points = thinned([Point(0.0, value) for value in values], max(1, columns))
-    # Means of equal values differ in their last digits, which are no curve.
+    # Means of equal values differ in their last digits, which is not a curve.
     shown = [float(f"{point.y:.6g}") for point in points]
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     return "".join(_BARS[0 if high <= low else min(7, int((value - low) / (high - low) * 8))] for value in shown)

@@ -110,7 +110,7 @@ class Present:
 
 
 class Watched:
-    """A run that is read again and again. folder: its directory, or a copy of it. Raises InputError if it is no run directory.
+    """A run that is read again and again. folder: its directory, or a copy of it. Raises InputError if it is not a run directory.
 
     update: brings a copy up to date, which is then at most `late` seconds older than the run.
     """
