@@ -1,9 +1,15 @@
-"""Every command, flag and key that a page shows is one: each command is parsed, and its run file and overrides are read."""
+"""Every command, flag and key that a page shows is one: each command is parsed, and its run file and overrides are read.
+
+The slow part runs each command that needs the repository's files alone, as one who has trained the quickstart would.
+"""
 
 import dataclasses
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -127,6 +133,48 @@ def test_its_file_and_its_keys_are_read(words, folder, monkeypatch):
         pytest.skip("a published model in the place of a run's file, or in a bucket")
     code = read_code(arguments.code) if getattr(arguments, "code", None) else Code()
     load(arguments.config, shown, code=code, num_processes=None, reads_data=False)
+
+
+_ELSEWHERE = re.compile(
+    r"hf:|s3:|Qwen3-8B|Llama-3|run\.yaml|runs/(?!quickstart|sft)|gpu\.yaml|own\.csv|--search|--check "
+    r"|^(conformance|calibrate|serve|launch)"
+)
+"""Commands that need a file, a device, a server's client or an hour that is not here."""
+
+
+def runs_here(words):
+    return not _ELSEWHERE.search(" ".join(words))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with the repository's files in which the quickstart and sft were trained."""
+    folder = tmp_path_factory.mktemp("trained")
+    for name in ("configs", "examples"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "rules").symlink_to(ROOT / "configs" / "rules")
+    for name in ("quickstart", "sft"):
+        jgt(folder, "train", f"configs/{name}.yaml", *SMALL)
+    return folder
+
+
+SMALL = ("train.steps=3", "checkpoint.every=1", "train.eval_batches=1")
+
+
+def jgt(folder, *words):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "jgt", *words]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, f"jgt {shlex.join(words)}: exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [one for one in FOUND if runs_here(one.values[0])])
+def test_a_command_runs(words, trained):
+    if "rules=rules/tensor.yaml" in words:
+        pytest.skip("a mistake on purpose; test_docs.py has what it answers")
+    # A profile of some steps needs them.
+    jgt(trained, *words, *(SMALL if words[0] == "train" and "--profile" not in words else ()))
 
 
 def known(key):

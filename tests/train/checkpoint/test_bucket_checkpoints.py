@@ -274,12 +274,14 @@ def test_a_store_that_cannot_be_read_is_no_verdict_on_a_step(checkpoints, url, m
     assert open_steps(url).listed() == [1]
 
 
-def test_a_run_that_has_lost_its_bucket_finishes_nothing(url):
-    ours = [True]
+def test_a_run_that_has_lost_its_bucket_finishes_nothing(url, monkeypatch):
+    ours, lost, plain = [True], threading.Event(), Bucket.write
     checkpoints = Checkpoints(url, CheckpointConfig(), is_ours=lambda: ours[0])
     save(checkpoints, 1)
+    monkeypatch.setattr(Bucket, "write", lambda self, *args: lost.wait(60) and plain(self, *args))
     checkpoints.save(state_on(SPECS[0]), 2, samples=2)
     ours[0] = False
+    lost.set()
     with pytest.raises(SaveError, match="no longer belongs to this run"):
         checkpoints.wait()
     checkpoints.close()
