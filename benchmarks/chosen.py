@@ -31,7 +31,7 @@ from train.plan.make import answer
 from train.plan.search.layout import Candidate
 from train.plan.search.plans import Plans, RunFile
 from train.plan.search.search import LayoutSearch
-from train.plan.search.space import Open, candidates
+from train.plan.search.space import OpenLayout, candidates
 
 MOST_OVER = 0.05
 MODELS = {
@@ -55,7 +55,7 @@ def compare(name: str, target: Target, folder: Path) -> dict[str, Any]:
     # JSON is YAML.
     file.write_text(json.dumps({"model": MODELS[name], "train": {"steps": 1, "batch": 16, "remat": "none", "accumulate": 1}}))
     run_file = RunFile(config=str(file))
-    opened = Open.read(run_file)
+    opened = OpenLayout.read(run_file)
     space = [one for one in candidates(opened, DEVICES) if is_tried(one)]
     search = LayoutSearch(opened=opened, target=target, space=space, plans=Plans(answer, None), seconds=600, top=_TOP, say=say)
     search.run()

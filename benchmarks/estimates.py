@@ -39,9 +39,9 @@ from jgt.planner.hardware.target import Target
 from train.plan.make import answer
 from train.plan.search.estimate import Estimate, Estimator, Step
 from train.plan.search.layout import Candidate
-from train.plan.search.plans import Answer, Plans, RunFile, plans_folder
+from train.plan.search.plans import PlanFigures, Plans, RunFile, plans_folder
 from train.plan.search.search import LayoutSearch
-from train.plan.search.space import Open
+from train.plan.search.space import OpenLayout
 
 LAYOUTS = ROOT / "benchmarks" / "layouts"
 _NEAR = 2.0
@@ -55,7 +55,7 @@ class Planned:
     """A layout of a space by its index, its plan, and whether it was drawn at random."""
 
     index: int
-    plan: Answer
+    plan: PlanFigures
     is_drawn: bool
 
 
@@ -106,7 +106,7 @@ class Sample:
         return first / best
 
 
-def _figures(one: Estimate | Answer) -> dict[str, float]:
+def _figures(one: Estimate | PlanFigures) -> dict[str, float]:
     return {"seconds": one.seconds, "peak_bytes": float(one.peak_bytes)}
 
 
@@ -119,7 +119,7 @@ def read_sample(row: str, run: Mapping[str, Any]) -> Sample:
     lines = [line for line in lines if json.dumps(line["layout"]) in offered]
     # An estimate does not depend on other layouts of the space.
     space = [offered[json.dumps(line["layout"])] for line in lines]
-    found = [Planned(index=i, plan=Answer.of_json(line["plan"]), is_drawn=line["drawn"]) for i, line in enumerate(lines)]
+    found = [Planned(index=i, plan=PlanFigures.of_json(line["plan"]), is_drawn=line["drawn"]) for i, line in enumerate(lines)]
     return Sample(row=row, space=space, step=Step(**head), target=search.target, found=found)
 
 
@@ -159,7 +159,7 @@ def _write_run(folder: str, run: Mapping[str, Any]) -> Path:
 
 
 def _search(path: Path, where: str, seconds: float) -> LayoutSearch:
-    opened, plans = Open.read(RunFile(config=str(path))), Plans(answer, plans_folder())
+    opened, plans = OpenLayout.read(RunFile(config=str(path))), Plans(answer, plans_folder())
     return LayoutSearch(opened=opened, target=Target.parse(where), plans=plans, seconds=seconds, top=6, say=_say)
 
 
@@ -176,7 +176,7 @@ def _draw(search: LayoutSearch, estimator: Estimator, count: int) -> list[int]:
     return found + chance.sample(others, min(count - len(found), len(others)))
 
 
-def _line(candidate: Candidate, plan: Answer, *, is_drawn: bool) -> str:
+def _line(candidate: Candidate, plan: PlanFigures, *, is_drawn: bool) -> str:
     values = {name: _rounded(getattr(plan, name)) for name in _STORED}
     return json.dumps({"layout": candidate.overrides, "drawn": is_drawn, "plan": values})
 

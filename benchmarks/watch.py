@@ -31,7 +31,7 @@ from train.journal.status import Status
 from train.journal.timeline import Timeline
 from train.records.clock import Stretches
 from train.watch.top.frame import draw_frame
-from train.watch.top.present import Present, Watched
+from train.watch.top.view import RunView, Watched
 
 _DAY = 86_400.0
 _QUIET_STEPS = 150
@@ -135,7 +135,7 @@ def cost_of_a_run(folder: Path, steps: int = 20_000, writes: int = 500) -> dict[
     return {"step_cpu_s": of_step, "status_cpu_s": of_status, "share_of_100_ms": of_status + of_step / 0.1}
 
 
-def frames(run: Path, command: Sequence[str]) -> Iterator[Present]:
+def frames(run: Path, command: Sequence[str]) -> Iterator[RunView]:
     """Starts a run in a process of its own, and reads its present five times a second until it ends."""
     process = subprocess.Popen([sys.executable, "-m", "jgt", *command, f"run.dir={run}"], cwd=ROOT, stdout=subprocess.DEVNULL)
     watched = None

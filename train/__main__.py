@@ -25,7 +25,7 @@ from jgt.document import InputError
 from .checkpoint.signature import read_key
 from .config import Run, load
 from .files.ends import EndError, Exit
-from .files.streams import say, say_lines, settle_streams
+from .files.streams import discard_unwritten, say, say_lines
 from .processes.cluster import Cluster, cluster_problems, find_cluster, flag_problems
 from .records.step_range import read_step_range
 from .run.identity import Resume, check_places, read_resume
@@ -163,7 +163,7 @@ def _signals_answered(stopped_code: int) -> Iterator[None]:
 
     def stop(number: int, frame: object) -> None:
         say(f"{signal.Signals(number).name}: there is nothing to save")
-        settle_streams()
+        discard_unwritten()
         os._exit(stopped_code)
 
     # Only the main thread may set handlers. nohup ignores SIGHUP, and that is to stay so.
@@ -208,7 +208,7 @@ def _join(run: Run, arguments: argparse.Namespace, cluster: Cluster | None) -> N
 def run_process(argv: Sequence[str] | None = None) -> int:
     """As `main`, for a process that ends with this code: what was printed is out, and threads that remain cannot hold it for long."""
     code = main(argv)
-    settle_streams()
+    discard_unwritten()
     # Without JAX the run never began, and no thread was started.
     if "jax" in sys.modules:
         # From here on a Ctrl-C would only be a traceback of JAX's shutdown.

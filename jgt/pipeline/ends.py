@@ -66,7 +66,7 @@ class Batch:
         return dict(zip([*split.inputs, *split.statistics], [*values, *self.statistics], strict=True))
 
 
-class Ends:
+class EmbedAndHead:
     """Embedding and head of a split program on one data shard.
 
     common_floats, where a function has it: the values to use for the common values with gradients, to differentiate by them.

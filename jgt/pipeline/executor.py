@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jgt.pipeline.arrays import Arrays, Integers, row
 from jgt.pipeline.chunks import Chunks
 from jgt.pipeline.config import PipelineConfig
-from jgt.pipeline.ends import Batch, Ends, InputKind, Rewrite
+from jgt.pipeline.ends import Batch, EmbedAndHead, InputKind, Rewrite
 from jgt.pipeline.links.moves import Moves
 from jgt.pipeline.loop import Loop
 from jgt.pipeline.split import Split
@@ -98,8 +98,8 @@ class Executor:
         staged = [moves.on_stages(v, self._arranged(v, w)) for v, w in zip(split.weights, weights, strict=True)]
         ticks = arrays_of(table, skips=self._skips, embeds_back=split.trains_embedding)
 
-        def loop_of(batch: Batch) -> tuple[Ends, Loop]:
-            ends = Ends(split, moves, self.rewrite, batch, common)
+        def loop_of(batch: Batch) -> tuple[EmbedAndHead, Loop]:
+            ends = EmbedAndHead(split, moves, self.rewrite, batch, common)
             part_seeds = None if seeds is None else ends.seeds(seeds, num_parts)
             return ends, Loop(ends, moves, ticks, self.chunks, self.pipeline.remat, staged, part_seeds)
 

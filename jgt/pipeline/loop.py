@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jgt.pipeline.arrays import Arrays, Flags, Integers, wide_zeros
 from jgt.pipeline.chunks import Chunks
-from jgt.pipeline.ends import Ends
+from jgt.pipeline.ends import EmbedAndHead
 from jgt.pipeline.layer import Body, Layer, LayerInputs
 from jgt.pipeline.links.moves import Moves, StageResults
 from jgt.pipeline.links.wire import Wire
@@ -45,7 +45,7 @@ class Loop:
     totals of one microbatch that are floats; None without gradients.
     """
 
-    def __init__(self, ends: Ends, moves: Moves, ticks: Ticks, chunks: Chunks, remat: str, weights: Arrays, seeds: Arrays | None):
+    def __init__(self, ends: EmbedAndHead, moves: Moves, ticks: Ticks, chunks: Chunks, remat: str, weights: Arrays, seeds: Arrays | None):
         self._ends, self._moves, self._ticks, self._chunks = ends, moves, ticks, chunks
         self._split, self._seeds, self._weights = ends.split, seeds, weights
         # [stages, layers of a stage], with -1 for padding.

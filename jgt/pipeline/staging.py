@@ -33,7 +33,7 @@ from jgt.replacements.replacement import ParameterPlace, Replacement
 from jgt.rules import Rules
 from jgt.schedule.table import Table
 from jgt.sharding.arguments import Arguments, Traced
-from jgt.sharding.placement import Surroundings
+from jgt.sharding.placement import CallContext
 from jgt.sharding.rewrite import rewrite_part
 from jgt.sharding.sharded import Sharded
 from jgt.sharding.staged import Run, StagedCall, StoredCall
@@ -71,7 +71,7 @@ class Pipeline(PipelineConfig):
         arguments: Arguments,
         traced: Traced,
         rules: Rules,
-        site: Surroundings,
+        site: CallContext,
         replacements: Sequence[Replacement],
         parameters: tuple[ParameterPlace, ...],
     ) -> StagedCall:
@@ -98,7 +98,7 @@ class _Staging:
     arguments: Arguments
     traced: Traced
     rules: Rules
-    site: Surroundings
+    site: CallContext
     replacements: Sequence[Replacement]
     parameters: tuple[ParameterPlace, ...]
     batch: Microbatches
@@ -246,7 +246,7 @@ class _Staging:
 
         def run(arrays: Sequence[jax.Array]) -> list[jax.Array]:
             # Not strict: the inputs follow the parameters in `arrays`.
-            params = [self._pinned(x, ahead, behind) for x, (ahead, behind) in zip(arrays, places, strict=False)]
+            params = [self._pinned(x, *dims) for x, dims in zip(arrays, places, strict=False)]
             others = [self._pinned(x, dims, dims) for x, dims in zip(arrays[len(places) :], self.batch.dims, strict=True)]
             return pipelined(params, others)
 
@@ -254,5 +254,5 @@ class _Staging:
 
     def _pinned(self, x: jax.Array, forward: Dims, backward: Dims) -> jax.Array:
         """A value constrained to one layout, and its gradient to another."""
-        ahead, behind = (NamedSharding(self.site.mesh, partition_spec(dims)) for dims in (forward, backward))
-        return constrain(x, ahead, behind)
+        value, cotangent = (NamedSharding(self.site.mesh, partition_spec(dims)) for dims in (forward, backward))
+        return constrain(x, value, cotangent)

@@ -20,19 +20,19 @@ from jgt.program.dims import Dims, coarse_dims
 from jgt.program.jaxpr import Equation, Var
 from jgt.program.places import Place
 from jgt.rules import AnyMatch, Match, Rules, SaveRule, SpecRule, match_out, match_save, match_tensor, prefixes
-from jgt.sharding.placement import Surroundings
+from jgt.sharding.placement import CallContext
 
 _R = TypeVar("_R", SpecRule, SaveRule)
 
 
-class Answers:
+class RuleAnswers:
     """The rules asked about the values of one program. Each question fills the collections, which are read after the last one.
 
     matches: the answers that got a rule or a problem. signals: the paths of all places. tensors: the places of each tensor name.
     out_ranks: the ranks of the values that leave each signal.
     """
 
-    def __init__(self, rules: Rules, site: Surroundings):
+    def __init__(self, rules: Rules, site: CallContext):
         self._rules, self._site = rules, site
         self.matches: list[AnyMatch] = []
         self.problems: list[str] = []

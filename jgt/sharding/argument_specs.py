@@ -27,7 +27,7 @@ from jgt.program.uses import Use, parameter_uses
 from jgt.replacements.replacement import ParameterPlace
 from jgt.rules import Match, Rules, SpecRule, match_optimizer, match_param, misfits
 from jgt.sharding.inputs import Input, Named, path_text
-from jgt.sharding.placement import Surroundings
+from jgt.sharding.placement import CallContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class ArgumentSpecs:
     problems: tuple[str, ...]
 
 
-def parameter_specs(params: Sequence[Named], program: Program, rules: Rules, site: Surroundings) -> ArgumentSpecs:
+def parameter_specs(params: Sequence[Named], program: Program, rules: Rules, site: CallContext) -> ArgumentSpecs:
     """The place of each parameter by the rules of the signals that use it, and of its optimizer state."""
     places: list[ParameterPlace] = []
     pins: dict[int, tuple[Dims, Dims]] = {}
@@ -77,7 +77,7 @@ def parameter_specs(params: Sequence[Named], program: Program, rules: Rules, sit
     return ArgumentSpecs(places=tuple(places), pins=pins, matches=tuple(matches), problems=tuple(problems))
 
 
-def input_specs(inputs: Sequence[Input], first: int, rules: Rules, site: Surroundings) -> ArgumentSpecs:
+def input_specs(inputs: Sequence[Input], first: int, rules: Rules, site: CallContext) -> ArgumentSpecs:
     """The dims of each argument that is not a parameter and that a rule under `inputs:` matches; `first` is the number of the first."""
     pins: dict[int, tuple[Dims, Dims]] = {}
     matches: list[Match[SpecRule]] = []
@@ -105,7 +105,7 @@ def input_specs(inputs: Sequence[Input], first: int, rules: Rules, site: Surroun
     return ArgumentSpecs(dims=tuple(all_dims), pins=pins, matches=tuple(matches), problems=tuple(problems))
 
 
-def uneven_sizes(places: Iterable[ParameterPlace], site: Surroundings) -> frozenset[int]:
+def uneven_sizes(places: Iterable[ParameterPlace], site: CallContext) -> frozenset[int]:
     """The sizes of the dims of parameters and of their optimizer states that their axes do not divide."""
     layouts = ((p.shape, dims) for p in places for dims in (p.dims, p.optimizer_dims))
     return frozenset(misfit.size for shape, dims in layouts for misfit in misfits(site.free_dims(dims), shape, site.sizes))
@@ -127,7 +127,7 @@ def check_aliases(params: Sequence[Named], places: Sequence[ParameterPlace], rul
         raise InputError(problems)
 
 
-def _of_state(dims: Dims, shape: tuple[int, ...], use: Use, site: Surroundings) -> Dims:
+def _of_state(dims: Dims, shape: tuple[int, ...], use: Use, site: CallContext) -> Dims:
     """The dims of an optimizer state, on other dims than the rule says if those divide and these do not."""
     even = even_dims(dims, shape, site.sizes, use.sliced)
     # A gradient is reduce-scattered over a dim that divides, but all-reduced where XLA has to pad it.
@@ -135,7 +135,7 @@ def _of_state(dims: Dims, shape: tuple[int, ...], use: Use, site: Surroundings) 
 
 
 def _parameter_problems(
-    match: Match[SpecRule], name: str, shape: tuple[int, ...], use: Use, rules: Rules, site: Surroundings
+    match: Match[SpecRule], name: str, shape: tuple[int, ...], use: Use, rules: Rules, site: CallContext
 ) -> Iterable[str]:
     if match.rule is not None:
         dims = match.rule.dims(len(shape), use.sliced)
@@ -150,7 +150,7 @@ def _parameter_problems(
         )
 
 
-def _fits(rule: SpecRule, shape: tuple[int, ...], use: Use, site: Surroundings) -> bool:
+def _fits(rule: SpecRule, shape: tuple[int, ...], use: Use, site: CallContext) -> bool:
     """Whether a spec has the right number of dims and its axes divide them."""
     if not rule.fits(len(shape) - len(use.sliced)):
         return False

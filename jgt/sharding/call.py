@@ -23,10 +23,10 @@ from jgt.program.jaxpr import Program
 from jgt.program.reads import narrow_reads
 from jgt.replacements.replacement import Replacement
 from jgt.rules import Rules, Seen, unreached
-from jgt.sharding.answers import Answers
+from jgt.sharding.answers import RuleAnswers
 from jgt.sharding.argument_specs import ArgumentSpecs, check_aliases, input_specs, parameter_specs, uneven_sizes
 from jgt.sharding.arguments import Arguments, Traced
-from jgt.sharding.placement import Placement, Surroundings
+from jgt.sharding.placement import CallContext, Placement
 from jgt.sharding.rewrite import rewrite
 from jgt.sharding.staged import Run, StagedCall, Staging, StoredCall
 from jgt.sharding.storage import Form, Storage, form_of
@@ -72,7 +72,7 @@ def plan_call(
     tree, numbers = arguments.parameter_tree()
     traced = arguments.trace()
     program = traced.program
-    site = Surroundings.here(mesh, None if pipeline is None else (pipeline.signal, pipeline.axis))
+    site = CallContext.here(mesh, None if pipeline is None else (pipeline.signal, pipeline.axis))
     # A pipeline runs parts of the program and rewrites each where it runs; here the whole is only checked.
     applied = _apply_rules(arguments, program, rules, site, replacements, pad=pad, applies=pipeline is None)
     problems = applied.problems(rules, partial=partial)
@@ -128,11 +128,11 @@ class _Applied:
     values of the program.
     """
 
-    site: Surroundings
+    site: CallContext
     params: ArgumentSpecs
     inputs: ArgumentSpecs
     program: Program
-    answers: Answers
+    answers: RuleAnswers
 
     def problems(self, rules: Rules, *, partial: bool) -> list[str]:
         """Everything that is wrong with the rules in this call; with `partial`, rules may match nothing."""
@@ -155,7 +155,7 @@ def _apply_rules(
     arguments: Arguments,
     program: Program,
     rules: Rules,
-    site: Surroundings,
+    site: CallContext,
     replacements: Sequence[Replacement],
     *,
     pad: bool,
@@ -181,7 +181,7 @@ def _forms(placement: Placement, stored: StoredCall | None, *, finely: bool) -> 
     return forms
 
 
-def _with_state_pinned(run: Run, traced: Traced, pins: Mapping[int, Dims], site: Surroundings) -> Run:
+def _with_state_pinned(run: Run, traced: Traced, pins: Mapping[int, Dims], site: CallContext) -> Run:
     """The run whose new values of state have the layout of the old ones, so that the next step is the same program."""
     if site.mesh.size == 1 or not any(number in pins for number in traced.changed):
         return run

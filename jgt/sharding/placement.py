@@ -135,7 +135,7 @@ class Placement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class CallContext:
     """The limits of the specs of one call: its mesh, and the axes that something around the call has taken.
 
     claimed: the axes of vmaps around the call (spmd_axis_name), which no constraint may name, because the vmapped dim has them already.
@@ -152,7 +152,7 @@ class Surroundings:
     uneven: frozenset[int] = frozenset()
 
     @classmethod
-    def here(cls, mesh: Mesh | AbstractMesh, stage: tuple[str, str] | None = None) -> Surroundings:
+    def here(cls, mesh: Mesh | AbstractMesh, stage: tuple[str, str] | None = None) -> CallContext:
         """The surroundings of the trace that is active now."""
         return cls(mesh=mesh, claimed=vmapped_axes(), around=mesh_around(), stage=stage)
 

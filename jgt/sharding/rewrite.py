@@ -5,7 +5,7 @@ and through every program inside them (scan, cond, jit, remat, custom derivative
 and puts `with_sharding_constraint` equations behind those that a rule names. A forward spec constrains the value, a
 backward spec its cotangent. Every other equation stays as it is, so the rewritten program computes the same numbers.
 
-`Answers` says which rule a value has and which dims the rule gives it, and collects the problems and what the walk has met.
+`RuleAnswers` says which rule a value has and which dims the rule gives it, and collects the problems and what the walk has met.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.places import Place, manual_mesh, place_of
 from jgt.replacements.replacement import ParameterPlace, Policy, Replacement, Site
 from jgt.rules import Rules, SaveRule
-from jgt.sharding.answers import Answers
-from jgt.sharding.placement import Surroundings
+from jgt.sharding.answers import RuleAnswers
+from jgt.sharding.placement import CallContext
 from jgt.sharding.saves import SavePolicy
 
 
@@ -32,12 +32,12 @@ def rewrite(
     program: Program,
     arguments: Mapping[int, tuple[Dims, Dims]],
     rules: Rules,
-    site: Surroundings,
+    site: CallContext,
     replacements: Sequence[Replacement],
     *,
     parameters: Sequence[ParameterPlace] = (),
     applies: bool = True,
-) -> tuple[Program, Answers]:
+) -> tuple[Program, RuleAnswers]:
     """The program with these arguments pinned (number → dims of the value and of its cotangent) and every rule applied, and the answers.
 
     Without `applies` nothing is changed: the rules are only checked against the program.
@@ -50,10 +50,10 @@ def rewrite(
         var = jx.body(program).invars[index]
         shape = jx.shape_of(var)
         free = (coarse_dims(site.free_dims(dims), shape, site.sizes) for dims in (forward, backward))
-        ahead, behind = (rewriter.sharding(dims, site.around) for dims in free)
-        new, pinned[var] = constraint_equations(var, ahead, behind, None)
+        value, cotangent = (rewriter.sharding(dims, site.around) for dims in free)
+        new, pinned[var] = constraint_equations(var, value, cotangent, None)
         eqns += new
-        rewriter.layouts[var] = ahead, behind
+        rewriter.layouts[var] = value, cotangent
     new_program, saves = rewriter.program(program, Place(), pinned, eqns)
     # Names that no scan and no checkpoint contains make the whole function one region.
     if saves and applies:
@@ -65,7 +65,7 @@ def rewrite_part(
     program: Program,
     place: Place,
     rules: Rules,
-    site: Surroundings,
+    site: CallContext,
     replacements: Sequence[Replacement],
     arguments: Mapping[int, Dims] | None = None,
 ) -> Program:
@@ -73,7 +73,7 @@ def rewrite_part(
 
     site: the surroundings of the whole. arguments: the dims of the arguments that are pinned outside, by number.
     """
-    rewriter = _Rewriter(rules, replace(Surroundings.here(site.mesh), uneven=site.uneven), replacements, (), applies=True, is_part=True)
+    rewriter = _Rewriter(rules, replace(CallContext.here(site.mesh), uneven=site.uneven), replacements, (), applies=True, is_part=True)
     for index, dims in (arguments or {}).items():
         sharding = rewriter.sharding(dims)
         rewriter.layouts[jx.body(program).invars[index]] = sharding, sharding
@@ -87,7 +87,7 @@ class _Rewriter:
     def __init__(
         self,
         rules: Rules,
-        site: Surroundings,
+        site: CallContext,
         replacements: Sequence[Replacement],
         parameters: Sequence[ParameterPlace],
         *,
@@ -100,7 +100,7 @@ class _Rewriter:
         self.constrains = applies and site.mesh.size > 1
         self.layouts: dict[Var, tuple[NamedSharding, NamedSharding]] = {}
         """The shardings of pinned arguments and of their cotangents."""
-        self.answers = Answers(rules, site)
+        self.answers = RuleAnswers(rules, site)
         # Tensors that a rule makes whole and that a replacement takes in parts.
         self._split: set[Var] = set()
 
@@ -186,16 +186,16 @@ class _Rewriter:
         manual = manual_mesh(equation) or self._site.around
         dims = self.answers.dims_of(forward, var, place, manual, what)
         dims_back = self.answers.dims_of(backward, var, place, manual, f"{what} (backward)")
-        ahead, behind = (None if d is None else self.sharding(d, manual, place.num_vmaps) for d in (dims, dims_back))
+        value, cotangent = (None if d is None else self.sharding(d, manual, place.num_vmaps) for d in (dims, dims_back))
         # Without a backward rule the cotangent gets the forward spec, as under JAX's own constraint.
-        last = behind or ahead
-        if last is None and _is_narrowing(equation) and equation.invars[0] in self.layouts:
+        cotangent = cotangent or value
+        if cotangent is None and _is_narrowing(equation) and equation.invars[0] in self.layouts:
             # An argument travels after the cast. Without the constraint, the partitioner may gather first and cast then.
-            ahead, last = self.layouts[equation.invars[0]]
-        ahead = last if var in self._split else ahead
-        if last is None or not self.constrains:
+            value, cotangent = self.layouts[equation.invars[0]]
+        value = cotangent if var in self._split else value
+        if cotangent is None or not self.constrains:
             return [], var
-        return constraint_equations(var, ahead, last, equation)
+        return constraint_equations(var, value, cotangent, equation)
 
 
 def _is_narrowing(equation: Equation) -> bool:

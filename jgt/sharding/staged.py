@@ -15,7 +15,7 @@ import jax
 from jgt.replacements.replacement import ParameterPlace, Replacement
 from jgt.rules import Rules
 from jgt.sharding.arguments import Arguments, Traced
-from jgt.sharding.placement import Surroundings
+from jgt.sharding.placement import CallContext
 from jgt.sharding.storage import Form
 
 Run = Callable[[Sequence[jax.Array]], list[jax.Array]]
@@ -60,7 +60,7 @@ class Staging(Protocol):
         arguments: Arguments,
         traced: Traced,
         rules: Rules,
-        site: Surroundings,
+        site: CallContext,
         replacements: Sequence[Replacement],
         parameters: tuple[ParameterPlace, ...],
     ) -> StagedCall:

@@ -82,7 +82,7 @@ class Search:
         """Notes that a whole step `cannot be restored (...)`."""
         self._refused[step] = why
 
-    def settle(self) -> None:
+    def drop_refused(self) -> None:
         """Drops the refused steps, because another one has been restored."""
         for step, why in self._refused.items():
             self._drop(step, why)

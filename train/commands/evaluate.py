@@ -31,7 +31,7 @@ from ..run.identity import Resume, check_data
 from ..run.load import load_model
 from ..run.opened import opened_data
 from ..settings.command_line import add_model, whole_number
-from ..settings.drawing import EvalConfig
+from ..settings.sampling import EvalConfig
 from ..settings.sections import is_installed
 from ..setup.feed import Feed
 

@@ -21,7 +21,7 @@ from ..export.adapter import write_adapter
 from ..export.form import run_form
 from ..export.model import SavedModel
 from ..export.write import EXPORTED, write_export
-from ..files.bucket import Bucket, is_url, place_of
+from ..files.bucket import Bucket, is_url, path_or_url
 from ..files.ends import EndError
 from ..files.streams import say, say_lines
 from ..run.load import open_run_folder
@@ -68,12 +68,12 @@ def _export(arguments: argparse.Namespace) -> None:
         raise InputError([f"command line: --max-file {arguments.max_file}: must be a size, such as 5GB or 500MB"])
     # The accelerators of this machine stay with whatever runs on them.
     jax.config.update("jax_platforms", "cpu")
-    folder, run = open_run_folder(place_of(arguments.run), read_code(arguments.code), arguments.overrides)
+    folder, run = open_run_folder(path_or_url(arguments.run), read_code(arguments.code), arguments.overrides)
     _check_form(arguments, run.config.lora)
     key = read_key(run.config.checkpoint.key)
-    saved, reports = find_checkpoint(_checkpoint(place_of(arguments.run), arguments.step, key), key)
+    saved, reports = find_checkpoint(_checkpoint(path_or_url(arguments.run), arguments.step, key), key)
     if saved is None:
-        raise InputError([*reports, f"{arguments.run}: has no whole checkpoint{steps_near(place_of(arguments.run))}"])
+        raise InputError([*reports, f"{arguments.run}: has no whole checkpoint{steps_near(path_or_url(arguments.run))}"])
     model = SavedModel.of(saved, run.config.model, run.config.lora)
     form = run_form(run, folder, model.shapes)
     most = round(float(size[1]) * _UNITS[size[2]])

@@ -14,7 +14,7 @@ from ..models.config import ModelConfig, OwnModel
 from ..processes.config import WatchdogConfig
 from ..settings.code.files import Code
 from ..settings.code.names import is_name
-from ..settings.drawing import EvalConfig, GenerateConfig, SampleConfig
+from ..settings.sampling import EvalConfig, GenerateConfig, SampleConfig
 from ..settings.sections import (
     OTHER_WORDS,
     AlertsConfig,

@@ -28,7 +28,7 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
 """The requests of lm-evaluation-harness, and whether something is an answer to one."""
 
 
-class Answers:
+class StoredAnswers:
     """The answers in a file. path: None stores nothing. model: the identity of the model. Raises OSError."""
 
     def __init__(self, path: Path | None = None, model: str = ""):

@@ -32,10 +32,10 @@ from jgt.document import InputError, nearest
 from ..files.streams import say
 from ..generate.generate import Generator
 from ..generate.loaded import Loaded
-from ..settings.drawing import EvalConfig
+from ..settings.sampling import EvalConfig
 from ..setup import Setup
 from ..step.state import State
-from .answers import Answers
+from .answers import StoredAnswers
 from .likelihood import Row, Scorer, prefix_of, windows
 
 _RESAMPLES = 1_000
@@ -79,7 +79,7 @@ def evaluate_tasks(scorer: Scorer, config: EvalConfig, *, out: Path, identity: s
     """
     tasks = Tasks(config, lambda key: f"command line: --{key}")
     out.mkdir(parents=True, exist_ok=True)
-    answers = Answers(file := out / f"answers-{identity}.jsonl", identity)
+    answers = StoredAnswers(file := out / f"answers-{identity}.jsonl", identity)
     if len(answers):
         say(f"Earlier answers are read from {file}")
     results = tasks.results(HarnessModel(scorer, "command line: --tasks:", answers))
@@ -138,10 +138,10 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportUntypedBaseClass]
 
     prefix_token_id: int = 0
 
-    def __init__(self, scorer: Scorer, where: str, answers: Answers | None = None, *, gathers: bool = False):
+    def __init__(self, scorer: Scorer, where: str, answers: StoredAnswers | None = None, *, gathers: bool = False):
         super().__init__()
         self._scorer, self._where, self._gathers, self._texts = scorer, where, gathers, None
-        self._answers = Answers() if answers is None else answers
+        self._answers = StoredAnswers() if answers is None else answers
         tokenizer, self.max_length = scorer.loaded.tokenizer, scorer.loaded.config.seq
         if tokenizer is None or not prefix_of(tokenizer):
             lacks = "no tokenizer" if tokenizer is None else "a tokenizer without a token that begins or ends a text"
@@ -234,9 +234,9 @@ def _settings(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A task's `generation_kwargs` as keys of `generate:`. Raises InputError for one that jgt does not have."""
     kwargs: dict[str, Any] = {**normalize_gen_kwargs(dict(given), _MOST_TOKENS)}
     tokens, stop, is_drawn = kwargs.pop("max_gen_toks"), kwargs.pop("until"), kwargs.pop("do_sample")
-    drawing = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-    if unknown := kwargs.keys() - drawing.keys():
+    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    if unknown := kwargs.keys() - sampling.keys():
         key = sorted(unknown)[0]
-        raise InputError([f"{where} a task's generation_kwargs: {key}: jgt has only {', '.join(drawing)}"])
-    drawing |= kwargs | ({} if is_drawn else {"temperature": 0.0})
-    return {"tokens": tokens, "stop": tuple(stop), "samples": 1, **drawing}
+        raise InputError([f"{where} a task's generation_kwargs: {key}: jgt has only {', '.join(sampling)}"])
+    sampling |= kwargs | ({} if is_drawn else {"temperature": 0.0})
+    return {"tokens": tokens, "stop": tuple(stop), "samples": 1, **sampling}

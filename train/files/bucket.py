@@ -76,7 +76,7 @@ PathOrUrl = Annotated[str, bucket_problem]
 """The type of a key that takes a path, or the URL of a place in an object store."""
 
 
-def place_of(text: str | Path) -> Path | str:
+def path_or_url(text: str | Path) -> Path | str:
     """A path, or the text itself if it is a URL."""
     return text if isinstance(text, str) and is_url(text) else Path(text)
 

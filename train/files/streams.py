@@ -99,7 +99,7 @@ def say_lines(lines: Iterable[str]) -> None:
         _STDERR.write("".join(f"{part}\n" for part in parts))
 
 
-def settle_streams() -> None:
+def discard_unwritten() -> None:
     """Drops what stdout and stderr still hold if it cannot be written: Python would try again at its exit, and exit with 120."""
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ..settings.drawing import Drawing
+from ..settings.sampling import Sampling
 from ..step.state import Tree
 from .caching import power_of_two
 from .draw import DrawSettings
@@ -34,7 +34,7 @@ class TextRequest:
 
     tokens: Sequence[int]
     limit: int
-    drawing: Drawing
+    sampling: Sampling
     seed: int = 0
     number: int = 0
     ends: frozenset[int] = frozenset()
@@ -168,10 +168,10 @@ class TextBatch:
 
 def draw_settings_of(requests: Sequence[TextRequest | None]) -> DrawSettings:
     """The settings of the rows of a batch. None: a row without a request."""
-    default = Drawing()
+    default = Sampling()
 
     def floats(name: str) -> np.ndarray:
-        return np.array([getattr(default if one is None else one.drawing, name) for one in requests], np.float32)
+        return np.array([getattr(default if one is None else one.sampling, name) for one in requests], np.float32)
 
     def words(name: str) -> np.ndarray:
         return np.array([0 if one is None else getattr(one, name) for one in requests], np.uint32)

@@ -22,7 +22,7 @@ from jgt.document import InputError, Node, bind
 from ..data.batches import Data
 from ..data.config import DataConfig
 from ..data.tokenizer import TOKENIZER_REMEDY, Tokenizer, encoded_prompt
-from ..settings.drawing import Drawing, GenerateConfig
+from ..settings.sampling import GenerateConfig, Sampling
 from ..setup import Setup
 from ..step.state import State, Tree
 from ..step.trained import merged
@@ -133,8 +133,8 @@ class Generator:
             raise InputError([f"{why}. Shorten it, or raise model.seq if the model's positions are rotary"])
         if wrong := [token for token in tokens if not 0 <= token < vocab]:
             raise InputError([f"the prompt has the token {wrong[0]}, but model.vocab is {vocab:,}"])
-        drawing = Drawing(**{key.name: getattr(config, key.name) for key in fields(Drawing)})
-        return TextRequest(tokens=tokens or [0], limit=config.tokens, drawing=drawing, seed=seed, ends=self._ends, stop=config.stop)
+        sampling = Sampling(**{key.name: getattr(config, key.name) for key in fields(Sampling)})
+        return TextRequest(tokens=tokens or [0], limit=config.tokens, sampling=sampling, seed=seed, ends=self._ends, stop=config.stop)
 
     def pieces(self, prompts: Sequence[Prompt], *, seed: int | None = None, **changes: Any) -> Iterator[NewText]:
         """The answers to prompts as they are written, token by token. changes: keys of the section `generate:`. Raises InputError."""

@@ -43,7 +43,7 @@ def number(value: Any) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class ProcessStatus:
     """A process. Numbers are None where its status does not have them.
 
     state: `runs`, `ended`, `silent`, or on this host `killed` or `suspended`. age_s: the seconds since its last word. phase, since_s: what
@@ -106,7 +106,7 @@ class Member:
         return 0 if is_gone else 1 if self.slower is not None else 2 if stuck else 3 if self.slowed else 4
 
 
-def read_member(status: Mapping[str, Any], process: int, now: float, late: float = 0.0) -> Member | None:
+def read_member(status: Mapping[str, Any], process: int, now: float, late: float = 0.0) -> ProcessStatus | None:
     """A process by its status, which may be anything. now: seconds since 1970, by the first process's clock. late: as in `Watched`."""
     at = number(status.get("time"))
     if at is None:
@@ -120,7 +120,7 @@ def read_member(status: Mapping[str, Any], process: int, now: float, late: float
     saving = status.get("saving")
     saved, saved_since = (whole(saving.get("step")), number(saving.get("since"))) if isinstance(saving, dict) else (None, None)
     host = clean(status.get("host"), 40)
-    return Member(
+    return ProcessStatus(
         process=process,
         host=host,
         state="ended" if end else "runs" if age <= SILENT_SECONDS else _state(host, whole(status.get("pid"))),
@@ -171,7 +171,7 @@ def _pairs(value: Any) -> Iterator[tuple[float, float]]:
             yield used, number(pair[1]) or 0.0
 
 
-def with_stragglers(members: Sequence[Member]) -> list[Member]:
+def with_stragglers(members: Sequence[ProcessStatus]) -> list[ProcessStatus]:
     """The processes, the worst first, with those named that hold up the others."""
     steps = [m for m in members if m.state == "runs" and m.phase == "step" and len(m.windows) == 2]
     found = dict[int, tuple[float, str]]()

@@ -18,7 +18,7 @@ from ..__main__ import check_resume, load_run
 from ..__main__ import parser as train_parser
 from ..config import Run
 from ..files.ends import EndError, Exit
-from ..files.streams import say_lines, settle_streams
+from ..files.streams import discard_unwritten, say_lines
 from ..settings.command_line import seconds, whole_number
 from .group import environments, report
 from .supervisor import Launcher, Policy, supervise
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report(str(error))
         return error.code
     finally:
-        settle_streams()
+        discard_unwritten()
 
 
 def _check(arguments: list[str], options: argparse.Namespace) -> Run:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from jgt.planner import Budget, Target
 
     from ..config import Run
-    from .search.plans import Answer, RunFile
+    from .search.plans import PlanFigures, RunFile
     from .sync import Exchange, SyncPolicy
 
 
@@ -73,7 +73,7 @@ def auto(run: Run, arguments: argparse.Namespace, num_processes: int, say: Calla
     return with_best_layout(run, arguments, num_processes, say)
 
 
-def _answer(file: RunFile, target: Target) -> Answer:
+def _answer(file: RunFile, target: Target) -> PlanFigures:
     """The figures of a plan. Other processes call it for a search, so the searching process does not import the planner."""
     from . import make
 

@@ -28,8 +28,8 @@ class Setting:
     where: str
 
 
-class Saving(NamedTuple):
-    """The saving by a change of a key: milliseconds of the step, or bytes of the peak. where: the file:line of the key."""
+class Advice(NamedTuple):
+    """A change of a key, and what it saves: milliseconds of the step, or bytes of the peak. where: the file:line of the key."""
 
     key: str
     where: str
@@ -52,7 +52,7 @@ class Adviser:
     work: Workload
     is_gpu: bool = True
 
-    def advise(self) -> tuple[Saving, ...]:
+    def advise(self) -> tuple[Advice, ...]:
         """The advice, the most useful first. A step that does not fit gets only advice that makes it fit."""
         if self.plan.memory.fits is False:
             return tuple(sorted(self._to_fit(), key=lambda a: -a.saves_bytes))
@@ -67,12 +67,12 @@ class Adviser:
     def _value(self, key: str) -> object:
         return self.settings[key].value if key in self.settings else None
 
-    def _saving(self, key: str, text: str, *, ms: float = 0.0, num_bytes: int = 0, where: str = "") -> Saving:
+    def _saving(self, key: str, text: str, *, ms: float = 0.0, num_bytes: int = 0, where: str = "") -> Advice:
         where = where or (self.settings[key].where if key in self.settings else "")
         share = f" ({ms / self.plan.step_time_ms:.0%} of the step)" if ms and self.plan.step_time_ms else ""
-        return Saving(key, where, ms, num_bytes, f"{f'{where}: ' if where else ''}{key}: {text}{share}")
+        return Advice(key, where, ms, num_bytes, f"{f'{where}: ' if where else ''}{key}: {text}{share}")
 
-    def _to_fit(self) -> Iterator[Saving]:
+    def _to_fit(self) -> Iterator[Advice]:
         missing, memory = -self.plan.memory.free_bytes, self.plan.memory
         state = memory.groups.get("optimizer state", 0)
         if self._value("optimizer.offload") == "none" and state:
@@ -91,7 +91,7 @@ class Adviser:
                 yield self._saving(key, f"{less}, {_verdict(missing - saved)}", num_bytes=saved)
                 return
 
-    def _bubble(self) -> Iterator[Saving]:
+    def _bubble(self) -> Iterator[Advice]:
         schedule, lost = self.plan.schedule, self.plan.parts_ms.get("bubble", 0.0)
         if schedule is None or not lost or not schedule.bubble:
             return
@@ -116,7 +116,7 @@ class Adviser:
             text = f"{change}: the bubble falls from {schedule.bubble:.1%} to {other.bubble:.1%}, which saves {amount(saved / 1e3, 's')}"
             yield self._saving(key, text, ms=saved)
 
-    def _recompute(self) -> Iterator[Saving]:
+    def _recompute(self) -> Iterator[Advice]:
         lost, free = self.plan.parts_ms.get("recompute", 0.0), self.plan.memory.free_bytes
         key = "train.remat" if self.plan.schedule is None else "pipeline.remat"
         setting = self._value(key)
@@ -124,13 +124,13 @@ class Adviser:
             again = f"{setting} computes {amount(lost / 1e3, 's')} of work again, and {amount(free, 'B')} of memory are free"
             yield self._saving(key, f"{again}. Less recompute saves up to that", ms=lost)
 
-    def _precision(self) -> Iterator[Saving]:
+    def _precision(self) -> Iterator[Advice]:
         if self.is_gpu and self._value("model.dtype") == "f32":
             saved = sum(self.plan.parts_ms.get(part, 0.0) for part in ("matmul", "memory", "exposed")) / 2
             text = "bf16 halves the bytes of activations and of what devices send, and doubles the rate of matmuls, which saves up to "
             yield self._saving("model.dtype", text + amount(saved / 1e3, "s"), ms=saved)
 
-    def _gradients(self) -> Iterator[Saving]:
+    def _gradients(self) -> Iterator[Advice]:
         if "optimizer.gradients" not in self.settings or self._value("optimizer.gradients") == "bf16":
             return
         # The gradients of matmuls in f32 are f32.
@@ -142,7 +142,7 @@ class Adviser:
         text = f"bf16 halves the {amount(2 * num_bytes, 'B')} of gradients in f32, which saves up to {amount(saved / 1e3, 's')} of waiting"
         yield self._saving("optimizer.gradients", text, ms=saved)
 
-    def _parts_of_batch(self) -> Iterator[Saving]:
+    def _parts_of_batch(self) -> Iterator[Advice]:
         """Fewer parts of the batch, each of which gathers all parameters again."""
         parts, kept = self._value("train.accumulate"), sum(self.plan.memory.activations.values())
         if not isinstance(parts, int) or parts % 2 or self.plan.memory.free_bytes < kept:
@@ -151,7 +151,7 @@ class Adviser:
         text = f"{parts // 2} instead of {parts} gathers the parameters half as often, which saves {amount(saved / 1e3, 's')} of waiting"
         yield self._saving("train.accumulate", f"{text} and needs about {amount(kept, 'B')} more memory", ms=saved)
 
-    def _attention(self) -> Iterator[Saving]:
+    def _attention(self) -> Iterator[Advice]:
         # Fused kernels need sixteen bits.
         if self._value("model.attention") == "xla" and self._value("model.dtype") == "bf16":
             attention = [row.roofline_ms for row in self.plan.signals if "attn" in row.signal]
@@ -159,7 +159,7 @@ class Adviser:
             text = "auto takes cuDNN's kernel, where it is available, which keeps scores out of memory and saves up to "
             yield self._saving("model.attention", text + amount(saved / 1e3, "s"), ms=saved)
 
-    def _overlap(self) -> Iterator[Saving]:
+    def _overlap(self) -> Iterator[Advice]:
         for row in self.plan.signals:
             over = [c for c in self.plan.collectives if c.signal == row.signal and c.axes == ("tensor",)]
             saved = min(self.plan.waiting_ms(over), row.roofline_ms.get("matmul", 0.0))

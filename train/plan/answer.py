@@ -15,7 +15,7 @@ from jgt.document import Node, dump, override, read
 
 from ..files.disk import replaced
 from .search.plans import RunFile
-from .search.search import LayoutSearch, Try
+from .search.search import LayoutSearch, PlannedLayout
 
 _HEADROOM = 1.05
 """The factor by which the budget of a written file exceeds its own plan."""
@@ -35,7 +35,7 @@ def print_answer(search: LayoutSearch, name: str, *, batch_tokens: int) -> None:
         console.print(line)
 
 
-def _row(rank: int, one: Try, best: Try, batch_tokens: int) -> list[str]:
+def _row(rank: int, one: PlannedLayout, best: PlannedLayout, batch_tokens: int) -> list[str]:
     plan, estimate = one.plan, one.estimate
     return [
         str(rank),
@@ -75,7 +75,7 @@ def _notes(search: LayoutSearch) -> Iterator[str]:
         yield f"The estimates differ from their plans by {errors['time']:.0%} in time and {errors['memory']:.0%} in memory (medians)"
 
 
-def accuracy(tries: Sequence[Try]) -> dict[str, float]:
+def accuracy(tries: Sequence[PlannedLayout]) -> dict[str, float]:
     """The median relative errors of the estimates of layouts that fit; empty without any."""
     known = [t for t in tries if t.estimate is not None and t.plan.is_usable]
     if not known:
@@ -89,7 +89,7 @@ def accuracy(tries: Sequence[Try]) -> dict[str, float]:
 def answer_json(search: LayoutSearch, batch_tokens: int) -> dict[str, Any]:
     """The answer as plain values. Seconds and bytes are one device's in a step."""
 
-    def one(t: Try) -> dict[str, Any]:
+    def one(t: PlannedLayout) -> dict[str, Any]:
         values = {"layout": t.candidate.text, **t.candidate.to_document(), "plan": asdict(t.plan)}
         estimate = None if t.estimate is None else {"seconds": t.estimate.seconds, "peak_bytes": round(t.estimate.peak_bytes)}
         return {**values, "estimate": estimate, "tokens_per_s": batch_tokens / t.plan.seconds if t.plan.seconds else None}
@@ -109,7 +109,7 @@ def answer_json(search: LayoutSearch, batch_tokens: int) -> dict[str, Any]:
 # -- a run's file ----------------------------------------------------------------------------------------------------------
 
 
-def run_document(file: RunFile, best: Try, folder: Path) -> dict[str, Any]:
+def run_document(file: RunFile, best: PlannedLayout, folder: Path) -> dict[str, Any]:
     """A run's file with the best layout, which extends the user's file and contains the command line's overrides.
 
     folder: the folder of the file that will be written, to which the path of the user's file is relative.
@@ -131,7 +131,7 @@ def run_document(file: RunFile, best: Try, folder: Path) -> dict[str, Any]:
     return {key: value for key, value in document.items() if value is not None or key in extended.children}
 
 
-def write_run(path: Path, document: Mapping[str, Any], best: Try, target: str) -> None:
+def write_run(path: Path, document: Mapping[str, Any], best: PlannedLayout, target: str) -> None:
     """Writes the file. Raises OSError."""
     plan = best.plan
     head = [

@@ -23,8 +23,8 @@ from ..files.json_text import read_object
 from ..run.folder import CHOICE
 from .make import answer
 from .search.plans import Plans, RunFile, in_process, plans_folder
-from .search.search import LayoutSearch, Try
-from .search.space import Open, candidates
+from .search.search import LayoutSearch, PlannedLayout
+from .search.space import OpenLayout, candidates
 from .trial import devices_at_hand, step_seconds
 
 SECONDS, TOP = 120, 5
@@ -48,7 +48,7 @@ def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int
         raise InputError([f"{where}: is for a run of one process, and this one has {num_processes}. {remedy}"])
     target, path = target_at_hand(run, where), run.config.run.path / CHOICE
     file = RunFile.of(arguments)
-    opened = Open.read(file)
+    opened = OpenLayout.read(file)
     asked = {"target": target.text, "run": _checksum(opened)}
     known = _read(path)
     if known is not None and known["asked"] == asked:
@@ -71,7 +71,7 @@ def with_best_layout(run: Run, arguments: argparse.Namespace, num_processes: int
     return file.adding(*best.candidate.overrides).load()
 
 
-def _checksum(opened: Open) -> str:
+def _checksum(opened: OpenLayout) -> str:
     """The SHA-256 of what a choice depends on beside the devices: the model, its update, and what the file sets of the layout."""
     run, values = opened.run, opened.run.resolved()
     layout = [opened.mesh, opened.axes, repr(opened.rules), opened.remat, opened.accumulate]
@@ -79,7 +79,7 @@ def _checksum(opened: Open) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def fastest(ranked: Sequence[Try], file: RunFile, say: Say) -> Try:
+def fastest(ranked: Sequence[PlannedLayout], file: RunFile, say: Say) -> PlannedLayout:
     """The layout with the fastest measured step, among the first few by their plans.
 
     ranked: the best plan first. file: the run without a layout.
@@ -100,7 +100,7 @@ def fastest(ranked: Sequence[Try], file: RunFile, say: Say) -> Try:
     return near[min(times)[1]] if times else near[0]
 
 
-def reasons(target: Target, ranked: Sequence[Try], planned: int) -> list[str]:
+def reasons(target: Target, ranked: Sequence[PlannedLayout], planned: int) -> list[str]:
     """Lines of the log: the best layout, and why the next one is slower. ranked: layouts that fit, the best first."""
     best, *others = ranked
     size = f"{best.plan.peak_bytes / 1e9:.1f} of {target.chip.hbm_gb:.0f} GB"

@@ -23,7 +23,7 @@ from ..setup import AUTO, Remat, Setup, prepare
 from ..setup.fit import with_remat
 from ..setup.xla import planned_flags
 from .advice import Adviser, Setting
-from .search.plans import Answer, RunFile
+from .search.plans import PlanFigures, RunFile
 from .sync import Exchange, formula_bytes
 
 _SETTINGS = ("train.accumulate", "model.layers", "model.dtype", "model.attention", "optimizer.gradients", "optimizer.offload")
@@ -151,20 +151,20 @@ def num_devices_of(run: Run) -> int:
     return count or math.prod(run.mesh.values())
 
 
-def answer(file: RunFile, target: Target) -> Answer:
+def answer(file: RunFile, target: Target) -> PlanFigures:
     """Plans a layout. What is wrong with it is in the answer's problems."""
     try:
         return _of_plan(make_plan(file.load(), target).to_json())
     except InputError as error:
-        return Answer(problems=tuple(error.problems))
+        return PlanFigures(problems=tuple(error.problems))
     except (ValueError, RuntimeError, NotImplementedError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
-        return Answer(problems=(lines[0][:300],))
+        return PlanFigures(problems=(lines[0][:300],))
 
 
-def _of_plan(plan: Mapping[str, Any]) -> Answer:
+def _of_plan(plan: Mapping[str, Any]) -> PlanFigures:
     memory, step = plan["memory"], plan["step_time_ms"]
-    return Answer(
+    return PlanFigures(
         seconds=0.0 if step is None else step / 1e3,
         peak_bytes=memory["peak_bytes"],
         args_bytes=memory["args_bytes"],

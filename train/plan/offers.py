@@ -23,7 +23,7 @@ from jgt import Console
 from jgt.document import InputError
 from jgt.planner import Target
 
-from .search.search import Try
+from .search.search import PlannedLayout
 
 _HOURS, _SECONDS = 24, 86_400
 """The hours and the seconds of a day."""
@@ -51,7 +51,7 @@ class Offer:
 
     job: Job
     target: Target
-    best: Try | None
+    best: PlannedLayout | None
     problem: str
 
     @property

@@ -17,9 +17,9 @@ from jgt.planner import Target
 
 from .answer import answer_json, print_answer, run_document, write_run
 from .offers import Job, Offer, is_choice, print_offers, ranked, read_job, read_targets
-from .search.plans import Answer, MakePlan, Plans, RunFile, plans_folder
-from .search.search import LayoutSearch, Try
-from .search.space import LAYOUT, Open, index_of
+from .search.plans import MakePlan, PlanFigures, Plans, RunFile, plans_folder
+from .search.search import LayoutSearch, PlannedLayout
+from .search.space import LAYOUT, OpenLayout, index_of
 
 _REMEDY = "Use more or larger devices, or a smaller train.batch"
 
@@ -62,7 +62,7 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _read(arguments: argparse.Namespace) -> tuple[Open, Sequence[Target], Job]:
+def _read(arguments: argparse.Namespace) -> tuple[OpenLayout, Sequence[Target], Job]:
     """The run, the targets and what is to be trained on them. Raises InputError with all problems."""
     others = [name for name in ("html", "lock", "check", "diff", "devices", "sync", "generate") if getattr(arguments, name, None)]
     problems = [f"command line: --{name} cannot be combined with --search" for name in others]
@@ -73,7 +73,7 @@ def _read(arguments: argparse.Namespace) -> tuple[Open, Sequence[Target], Job]:
         if arguments.config is None:
             raise InputError(["command line: a run's file is missing. Write jgt plan run.yaml --target h100:8x8 --search"])
         given = {text.partition("=")[0] for text in arguments.overrides}
-        opened = Open.read(RunFile.of(arguments), [key for key in LAYOUT if arguments.free and key not in given])
+        opened = OpenLayout.read(RunFile.of(arguments), [key for key in LAYOUT if arguments.free and key not in given])
     with InputError.collect(problems):
         targets = read_targets(arguments)
     with InputError.collect(problems):
@@ -84,7 +84,7 @@ def _read(arguments: argparse.Namespace) -> tuple[Open, Sequence[Target], Job]:
     return opened, targets, replace(job, batch_tokens=config.train.batch * (config.model.seq or 1))
 
 
-def _find(arguments: argparse.Namespace, found: LayoutSearch) -> Answer | None:
+def _find(arguments: argparse.Namespace, found: LayoutSearch) -> PlanFigures | None:
     """Searches. Returns the plan of the layout that the run's file has, if the search was to leave it. Raises InputError."""
     own, file = None, found.opened.file.adding(f"devices.virtual_cpu={found.target.num_devices}")
     if arguments.free:
@@ -133,7 +133,7 @@ def _choose(arguments: argparse.Namespace, found: Sequence[tuple[Offer, LayoutSe
     return _write(arguments, first, first.best)
 
 
-def _write(arguments: argparse.Namespace, found: LayoutSearch, best: Try) -> int:
+def _write(arguments: argparse.Namespace, found: LayoutSearch, best: PlannedLayout) -> int:
     """Writes the files that the command line asks for; the exit code."""
     try:
         if arguments.write is not None:

@@ -19,7 +19,7 @@ from jgt.document import InputError, shown
 from ..files.ends import Exit
 from ..files.streams import say
 from .cluster import Cluster
-from .join import Membership, Place, join
+from .join import Address, Membership, join
 from .processes import dump_stacks
 
 MAX_VIRTUAL_CPU = 1_024
@@ -114,13 +114,13 @@ def _locate(cluster: Cluster) -> tuple[str, int, int, Sequence[int] | None]:
     return address, count, process, None if "JAX_LOCAL_DEVICE_IDS" in os.environ else devices
 
 
-def _place(address: str) -> Place:
+def _place(address: str) -> Address:
     host, port = _split(address)
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     # A run on one machine needs no other: by default JAX would listen at all addresses of the machine.
     is_local = host in ("localhost", _LOOPBACK)
     listen = (bind and _split(bind)[0]) or (_LOOPBACK if is_local else "::")
-    return Place(host=_LOOPBACK if is_local else host, port=port, listen=listen)
+    return Address(host=_LOOPBACK if is_local else host, port=port, listen=listen)
 
 
 def _split(address: str) -> tuple[str, int]:

@@ -53,7 +53,7 @@ class JoinError(EndError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Address:
     """Where the processes of a run meet: `host` and `port` to connect to, and the address at which process 0 listens (`::` for all)."""
 
     host: str
@@ -110,7 +110,7 @@ def names(processes: Sequence[int]) -> str:
     return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes[:_MAX_NAMED]))}{more}"
 
 
-def join(place: Place, process: int, count: int, member: Membership) -> None:
+def join(place: Address, process: int, count: int, member: Membership) -> None:
     """Returns when all `count` processes of the run have joined, on each of them, and JAX may connect them.
 
     Raises InputError if this process or, on process 0, a missing one was refused, and JoinError if the processes do not find each other.
@@ -129,7 +129,7 @@ class _Gathering:
         self._joined: dict[int, asyncio.StreamWriter] = {}
         self._refused: dict[int, str] = {}
 
-    async def complete(self, place: Place) -> None:
+    async def complete(self, place: Address) -> None:
         """Lets processes join until all have, and says `start` to them."""
         # asyncio would print a traceback for each connection that is still open at the end, and for each that a stranger breaks.
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
@@ -144,7 +144,7 @@ class _Gathering:
                 await asyncio.sleep(0.02)
         self._tell("start")
 
-    async def _listen(self, place: Place) -> asyncio.Server:
+    async def _listen(self, place: Address) -> asyncio.Server:
         host, taken = None if place.listen == "::" else place.listen, Wait(min(_TAKEN_SECONDS, self._wait.left))
         while True:
             try:
@@ -222,7 +222,7 @@ class _StrangerError(Exception):
     """Whoever listens is not process 0 of this run."""
 
 
-def _join_others(place: Place, process: int, member: Membership) -> None:
+def _join_others(place: Address, process: int, member: Membership) -> None:
     where, wait, strange = f"{place.host}:{place.port}", Wait(member.seconds), None
     while True:
         try:

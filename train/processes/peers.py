@@ -68,7 +68,7 @@ class Agreement:
             self.words |= {word} if word else set()
         self._is_wanted = True
         if self._store is None:
-            self._settle(self._report(), self.words)
+            self._agree(self._report(), self.words)
         return True
 
     def exchange_reports(self) -> None:
@@ -83,14 +83,14 @@ class Agreement:
             self._store.set(f"{self._topic}/{self._process}", " ".join([str(self._report()), *sorted(self.words)]))
         if len(reports) == self._count:
             told = [report.split() for report in reports.values()]
-            self._settle(max(int(step) for step, *_ in told), frozenset(word for _, *words in told for word in words))
+            self._agree(max(int(step) for step, *_ in told), frozenset(word for _, *words in told for word in words))
 
     def _report(self) -> int:
         with self._changed:
             self._has_reported = True
             return self._begun
 
-    def _settle(self, last_step: int, words: frozenset[str]) -> None:
+    def _agree(self, last_step: int, words: frozenset[str]) -> None:
         with self._changed:
             self._last_step, self.words = last_step, words
             self._changed.notify_all()

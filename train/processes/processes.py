@@ -29,7 +29,7 @@ from jax.experimental import multihost_utils
 
 from jgt.document import InputError
 
-from ..files.streams import settle_streams
+from ..files.streams import discard_unwritten
 
 _ENDLESS_MS = 1_000_000_000
 _EXIT_SECONDS = 3.0
@@ -80,7 +80,7 @@ def this_process() -> int:
 
 def exit_if_distributed(code: int) -> None:
     """Ends this process at once if it belongs to a run of several processes; returns otherwise."""
-    settle_streams()
+    discard_unwritten()
     if distributed.global_state.client is not None:
         # A regular exit runs JAX's shutdown, which waits for a barrier with processes that may be gone.
         os._exit(code)
@@ -102,7 +102,7 @@ def _end_late(code: int) -> None:
         # JAX's shutdown follows the wait for the threads, and other processes may wait in their shutdown for it.
         with contextlib.suppress(Exception):
             jax.distributed.shutdown()
-        settle_streams()
+        discard_unwritten()
         os._exit(code)
 
 

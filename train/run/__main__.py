@@ -16,7 +16,7 @@ from jgt.document import InputError, Node, bind
 from ..config import load
 from ..files.cache import local_folder
 from ..files.ends import Exit
-from ..files.streams import say, settle_streams
+from ..files.streams import discard_unwritten, say
 from ..models.config import ModelConfig
 from ..settings.command_line import RunParser, whole_number
 from ..weights.described import published
@@ -118,7 +118,7 @@ def verify(argv: Sequence[str] | None = None) -> int:
         def end(too_much: str) -> None:
             remedy = "Set smaller sizes, such as train.batch=8 or those among the keys of model:, or raise --cpu-seconds or --memory"
             say(f"Nothing was compared: it takes {too_much}. {remedy}")
-            settle_streams()
+            discard_unwritten()
             os._exit(Exit.INPUT)
 
         with limits.watched(end):

@@ -22,7 +22,7 @@ from jgt.document import InputError, Node, nearest, path_problem, shown
 
 from ..checkpoint.steps import find_steps, open_steps
 from ..config import Run
-from ..files.bucket import bucket_problem, is_url, place_of
+from ..files.bucket import bucket_problem, is_url, path_or_url
 from ..files.disk import DiskError, describe
 from ..settings.code.files import COPY, read_code
 from ..settings.sections import DPO
@@ -60,7 +60,7 @@ def read_resume(resume: str, allow: Sequence[str], checkpoints: Path | str) -> R
             near = nearest(key, allowed, lists=False)
             why = f"unknown key. {near}" if near else "is not a key that needs to be allowed."
             problems.append(f"command line: --allow-change: {key}: {why} {keys}")
-    path = None if resume in ("auto", "never") else place_of(str(resume))
+    path = None if resume in ("auto", "never") else path_or_url(str(resume))
     # A run with checkpoints resumes from them, and its origin may be gone.
     if isinstance(path, str) and (problem := bucket_problem(path)):
         problems.append(f"command line: --resume: {problem}")
@@ -153,7 +153,7 @@ def check_weights(run: Run) -> None:
     weights = run.config.checkpoint.weights
     if weights is None:
         return
-    steps, named = find_steps(place_of(weights))
+    steps, named = find_steps(path_or_url(weights))
     if named is None and not steps.listed():
         why = f"no checkpoint in {weights}" if is_url(weights) or os.path.lexists(weights) else f"{weights} does not exist"
         remedy = "Name a run directory, or one of the steps in its checkpoints/"

@@ -31,7 +31,7 @@ from ..data.config import BYTES, DataConfig
 from ..export.adapter import write_adapter
 from ..export.form import run_form
 from ..export.model import SavedModel
-from ..files.bucket import Bucket, is_url, place_of
+from ..files.bucket import Bucket, is_url, path_or_url
 from ..files.cache import local_folder
 from ..files.mirror import RECORDS, fetch_records
 from ..generate.loaded import Loaded
@@ -108,7 +108,7 @@ def load_model(
     if generates:
         run = replace(run, rules=rules_of(run, mesh_layout(run).mesh.shape)[0])
     setup = prepare(run if sharded else _with_small_batch(run), partial_rules=True)
-    return _published(setup, folder, peft, problems) if is_published else _trained(setup, place_of(path))
+    return _published(setup, folder, peft, problems) if is_published else _trained(setup, path_or_url(path))
 
 
 def load_writer(path: str, overrides: Sequence[str], code: Sequence[str], adapters: Mapping[str, Path] | None = None) -> Loaded:

@@ -31,7 +31,7 @@ from ..checkpoint.restore import without_keys
 from ..checkpoint.saved import SavedStep, Search, UnusableError, search_elsewhere, stored_data
 from ..checkpoint.signature import read_key
 from ..evaluate.reference import SCORES, checksum, reference_of, with_reference
-from ..files.bucket import is_url, place_of
+from ..files.bucket import is_url, path_or_url
 from ..files.cache import local_folder
 from ..files.streams import say
 from ..models.config import ModelConfig
@@ -134,7 +134,7 @@ class Start:
         if weights is None:
             return Position(state=state)
         where = f"{self.setup.run.where('checkpoint.weights')}: checkpoint.weights"
-        saved, model = self._restore_elsewhere(where, place_of(weights), partial(self._restore_model, state))
+        saved, model = self._restore_elsewhere(where, path_or_url(weights), partial(self._restore_model, state))
         self.say(f"Starts with the parameters of {saved.folder}")
         base = inherited_base(saved, self.setup.saved_shapes.frozen)
         return Position(state=self.setup.with_model(state, *model), base=base, origin=str(saved.folder))
@@ -170,7 +170,7 @@ class Start:
                 except UnusableError as error:
                     search.refuse(saved.manifest.step, error.why)
                 else:
-                    search.settle()
+                    search.drop_refused()
                     return saved, restored
         finally:
             for report in search.reports:

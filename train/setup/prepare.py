@@ -181,7 +181,7 @@ def _gradient_sum(accumulate: int, layout: MeshLayout, storage: Storage, trained
         sums=trained.of(used.params),
         wire=sync.wire,
         is_late=bool(sync.late),
-        beside_layers=bool(sync.late) and beside,
+        in_layer_scan=bool(sync.late) and beside,
     )
 
 

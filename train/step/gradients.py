@@ -37,7 +37,7 @@ class GradientSum:
     parameters as the model uses them. dtypes: the types in which these cross the axes of `replicas`.
 
     sync: the replicas along the axis of `sync`, which is then the first of these axes. sums, wire: the shardings of the sums over it, and
-    the type in which they travel. is_late: they are added up in the next step. beside_layers: in the scan over layers.
+    the type in which they travel. is_late: they are added up in the next step. in_layer_scan: in the scan over layers.
     """
 
     parts: int = 1
@@ -49,7 +49,7 @@ class GradientSum:
     sums: Any = None
     wire: Wire = "f32"
     is_late: bool = False
-    beside_layers: bool = False
+    in_layer_scan: bool = False
 
     def first_waiting(self, params: Tree) -> Tree | None:
         """The gradients that wait before the first step: zeros. params: the shapes of the parameters as the model uses them."""
@@ -72,8 +72,8 @@ class GradientSum:
         # Once for all parts: what is stored on other devices is brought here, and what a part's gradient brings back.
         used, to_stored = jax.vjp(objective.used, params)
         if self.replicas is not None:
-            if self.beside_layers:
-                values, gradients, waiting = self._summed_beside_layers(self.replicas, objective, used, variables, batch, waiting)
+            if self.in_layer_scan:
+                values, gradients, waiting = self._summed_in_layer_scan(self.replicas, objective, used, variables, batch, waiting)
             else:
                 values, of_replicas = self._of_replicas(self.replicas, objective, used, variables, batch)
                 gradients, waiting = self._summed(self.replicas, of_replicas, waiting)
@@ -135,7 +135,7 @@ class GradientSum:
             gradients = jax.lax.with_sharding_constraint(gradients, jax.tree.map(sync.lift, self.shardings))
         return jax.tree.map(lambda g: g.astype(self._waiting_type), gradients) if self.is_late else gradients
 
-    def _summed_beside_layers(
+    def _summed_in_layer_scan(
         self, replicas: Replicas, objective: Objective, used: Tree, variables: Tree, batch: Arrays, waiting: Tree | None
     ) -> tuple[jax.Array, Any, Any]:
         """The losses of all replicas, the sums of the gradients that waited, which the scan over layers takes, and the new gradients."""

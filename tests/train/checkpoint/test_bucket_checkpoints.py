@@ -179,7 +179,7 @@ def test_a_step_with_a_harmed_object_is_named_and_never_used(url, folder, tmp_pa
             except UnusableError as error:
                 search.refuse(found.manifest.step, error.why)
             else:
-                search.settle()
+                search.drop_refused()
                 break
         opened.close()
         assert found.manifest.step == 1, path

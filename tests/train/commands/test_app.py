@@ -14,15 +14,15 @@ from train.generate.batch import Token
 from train.generate.chat import Chat
 from train.generate.generate import Generator
 from train.generate.writer import TextWriter
-from train.settings.drawing import GenerateConfig
+from train.settings.sampling import GenerateConfig
 
 pytest.importorskip("starlette")
 
 from train.commands.serve import app as app_file
 from train.commands.serve.__main__ import _is_local
+from train.commands.serve.api_request import RequestReader
 from train.commands.serve.app import Api
 from train.commands.serve.engine import Engine
-from train.commands.serve.order import OrderReader
 
 BYTES = ByteTokenizer()
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -84,7 +84,7 @@ class Served:
         self.batch = Parrot()
         self.engine = Engine(TextWriter(self.batch, BYTES.decode), most_waiting=WAITING)
         generator = Repeating(GenerateConfig(temperature=0, tokens=5))
-        reader = OrderReader(generator=generator, chat=Chat(tokenizer=BYTES, template=None), name="parrot", most=WAITING)
+        reader = RequestReader(generator=generator, chat=Chat(tokenizer=BYTES, template=None), name="parrot", most=WAITING)
         self.app = Api(engine=self.engine, reader=reader, token=token, is_local=_is_local).app()
         self.engine.start()
 
@@ -166,12 +166,12 @@ def test_an_answer_ends_with_a_stop_token(served):
 
 
 def test_the_settings_of_a_request_and_its_seed():
-    reader = OrderReader(generator=Repeating(GenerateConfig(top_k=7)), chat=None, name="parrot", most=9)
+    reader = RequestReader(generator=Repeating(GenerateConfig(top_k=7)), chat=None, name="parrot", most=9)
     given = {"prompt": "a", "temperature": 0.5, "top_p": 0.25, "min_p": 0.125, "repetition_penalty": 2, "stop": ["x"], "n": 2}
-    order = reader.read(json.dumps({**given, "seed": -1}).encode(), is_chat=False)
-    drawing = order.requests[0].drawing
-    assert (drawing.temperature, drawing.top_p, drawing.min_p, drawing.repetition_penalty, drawing.top_k) == (0.5, 0.25, 0.125, 2, 7)
-    assert [(request.seed, request.number, request.stop) for request in order.requests] == [(2**32 - 1, n, ("x",)) for n in (0, 1)]
+    api_request = reader.read(json.dumps({**given, "seed": -1}).encode(), is_chat=False)
+    sampling = api_request.requests[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty, sampling.top_k) == (0.5, 0.25, 0.125, 2, 7)
+    assert [(request.seed, request.number, request.stop) for request in api_request.requests] == [(2**32 - 1, n, ("x",)) for n in (0, 1)]
     seeds = {reader.read(b'{"prompt": "a", "seed": null}', is_chat=False).requests[0].seed for _ in range(3)}
     assert len(seeds) == 3
 
@@ -220,9 +220,9 @@ def test_what_asks_for_nothing_is_taken_and_what_is_not_followed_is_refused(serv
 
 
 def test_the_least_top_p_is_the_likeliest_token_alone():
-    reader = OrderReader(generator=Repeating(GenerateConfig()), chat=None, name="parrot", most=9)
-    drawing = reader.read(b'{"prompt": "a", "top_p": 0, "top_k": -1}', is_chat=False).requests[0].drawing
-    assert 0 < drawing.top_p < 1e-6 and drawing.top_k == 0
+    reader = RequestReader(generator=Repeating(GenerateConfig()), chat=None, name="parrot", most=9)
+    sampling = reader.read(b'{"prompt": "a", "top_p": 0, "top_k": -1}', is_chat=False).requests[0].sampling
+    assert 0 < sampling.top_p < 1e-6 and sampling.top_k == 0
 
 
 def test_models_and_health(served):

@@ -8,7 +8,7 @@ import stat
 import pytest
 
 from train.checkpoint.manifest import sealed
-from train.evaluate.answers import Answers
+from train.evaluate.answers import StoredAnswers
 from train.journal.sink import AppendedFile
 
 STORED = [
@@ -21,7 +21,7 @@ STORED = [
 
 @pytest.fixture
 def path(tmp_path):
-    answers = Answers(path := tmp_path / "answers.jsonl", "model")
+    answers = StoredAnswers(path := tmp_path / "answers.jsonl", "model")
     for kind, question, answer in STORED:
         assert answers.find(kind, question) is None
         answers.add(kind, question, answer)
@@ -30,7 +30,7 @@ def path(tmp_path):
 
 def found(path, model="model"):
     """The answers of a new start, as the evaluation has them: None where it has to compute one."""
-    answers = Answers(path, model)
+    answers = StoredAnswers(path, model)
     return [tuple(x) if isinstance(x := answers.find(kind, question), list) else x for kind, question, _ in STORED]
 
 
@@ -40,10 +40,10 @@ RIGHT = [answer for *_, answer in STORED]
 def test_answers_are_found_again(path, capsys):
     assert found(path) == RIGHT
     assert found(path, "other") == [None] * 4
-    assert Answers(path).find("loglikelihood", ("a question", "unknown")) is None
+    assert StoredAnswers(path).find("loglikelihood", ("a question", "unknown")) is None
     # Without a file nothing is stored, as for a run, whose model changes.
-    Answers().add(*STORED[0])
-    assert Answers().find(*STORED[0][:2]) is None
+    StoredAnswers().add(*STORED[0])
+    assert StoredAnswers().find(*STORED[0][:2]) is None
 
 
 def test_a_line_that_a_kill_has_cut_off_is_no_damage(path, capsys):
@@ -51,7 +51,7 @@ def test_a_line_that_a_kill_has_cut_off_is_no_damage(path, capsys):
     path.write_bytes(content[:-9])
     assert found(path) == [*RIGHT[:3], None]
     assert capsys.readouterr().err == "" and [*path.parent.iterdir()] == [path]
-    Answers(path, "model").add(*STORED[3])
+    StoredAnswers(path, "model").add(*STORED[3])
     assert path.read_bytes() == content and found(path) == RIGHT
 
 
@@ -76,7 +76,7 @@ def test_a_damaged_file_is_set_aside(path, capsys):
     said = capsys.readouterr().err
     assert f"{path}: 1 of 4 stored answers are damaged, or are another model's. They are computed again; see {path}.broken" in said
     assert path.with_name("answers.jsonl.broken").read_bytes() == content.replace(b"true", b"false")
-    Answers(path, "model").add(*STORED[0])
+    StoredAnswers(path, "model").add(*STORED[0])
     assert found(path) == RIGHT and capsys.readouterr().err == ""
 
 
@@ -104,7 +104,7 @@ def test_a_hostile_file_runs_nothing_and_blocks_nothing(kind, path, tmp_path, ca
         path.write_text("".join(f"{line}\n" for line in lines))
     before = other.read_bytes()
     assert found(path) == [None] * 4
-    Answers(path, "model").add(*STORED[0])
+    StoredAnswers(path, "model").add(*STORED[0])
     assert found(path)[0] == RIGHT[0] and stat.S_ISREG(path.lstat().st_mode)
     assert other.read_bytes() == before and not (tmp_path / "ran").exists()
 
@@ -112,7 +112,7 @@ def test_a_hostile_file_runs_nothing_and_blocks_nothing(kind, path, tmp_path, ca
 def test_an_answer_that_cannot_be_stored_names_its_file(tmp_path):
     """The command ends with a line and exit code 1."""
     with pytest.raises(FileNotFoundError, match=r"none/a\.jsonl"):
-        Answers(tmp_path / "none" / "a.jsonl", "model").add(*STORED[0])
+        StoredAnswers(tmp_path / "none" / "a.jsonl", "model").add(*STORED[0])
     (full := tmp_path / "full").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device") as caught:
         AppendedFile(full).write(b"line")

@@ -18,7 +18,7 @@ from train.generate.rules import generation_rules
 from train.models.config import ModelConfig, OwnModel
 from train.models.decoder import build
 from train.models.model import of_nnx
-from train.settings.drawing import Drawing
+from train.settings.sampling import Sampling
 
 PROMPTS = (5, 30, 17, 1, 9, 22, 12, 3)
 REPLICATED = {"axes": {"batch": ["data"]}, "default": "replicate"}
@@ -38,7 +38,7 @@ MESHES = {
     "positions": ({"data": 2, "tensor": 4}, POSITIONS),
 }
 """Meshes with their rules. `tensor` has as many devices as gpt2 has key/value heads, and more than the other models have."""
-GREEDY, WARM = Drawing(temperature=0.0), Drawing(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+GREEDY, WARM = Sampling(temperature=0.0), Sampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
 
 
 def programs(model, config, mesh, rules, **options):
@@ -63,9 +63,9 @@ def prompts_of(name):
         return [tokens[n % 2, n : n + length].tolist() for n, length in enumerate(PROMPTS)], file["greedy"].tolist()
 
 
-def continued(batch, prompts, limit, drawing=GREEDY):
+def continued(batch, prompts, limit, sampling=GREEDY):
     """The tokens after each prompt. A row that is free gets the next prompt."""
-    waiting = [TextRequest(tokens=prompt, limit=limit, drawing=drawing, seed=5, number=n) for n, prompt in enumerate(prompts)]
+    waiting = [TextRequest(tokens=prompt, limit=limit, sampling=sampling, seed=5, number=n) for n, prompt in enumerate(prompts)]
     found = [[] for _ in prompts]
     while waiting or batch.is_busy:
         admitted = [waiting.pop(0) for _ in range(min(len(waiting), batch.num_free))]
@@ -152,8 +152,8 @@ def test_request_ends():
     end = expected[0][6]
     first = expected[0].index(end)
     requests = [
-        TextRequest(tokens=prompts[0], limit=50, drawing=GREEDY, ends=frozenset([end])),
-        TextRequest(tokens=prompts[4], limit=9, drawing=GREEDY),
+        TextRequest(tokens=prompts[0], limit=50, sampling=GREEDY, ends=frozenset([end])),
+        TextRequest(tokens=prompts[4], limit=9, sampling=GREEDY),
     ]
     made = batch.admit(requests)
     while batch.is_busy:
@@ -162,7 +162,7 @@ def test_request_ends():
     assert [reasons[request] for request in requests] == ["stop", "length"]
     counts = [sum(token.request is request for token in made) for request in requests]
     assert counts == [first + 1, 9]
-    request = TextRequest(tokens=prompts[6], limit=9, drawing=GREEDY)
+    request = TextRequest(tokens=prompts[6], limit=9, sampling=GREEDY)
     batch.admit([request])
     batch.release(request)
     assert batch.num_free == 2

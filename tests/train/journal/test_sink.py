@@ -11,7 +11,7 @@ import time
 import pytest
 
 from train.files import streams
-from train.files.streams import StandardStream, say, settle_streams
+from train.files.streams import StandardStream, discard_unwritten, say
 from train.journal.sink import AppendedFile, Sink, Stdout, describe_lost
 
 
@@ -122,13 +122,13 @@ def test_stdout_never_fails(monkeypatch, capsys):
     stdout = Stdout()
     stdout.write("c")
     assert stdout.sink.lost == 0 and not stdout.isatty()
-    settle_streams()
+    discard_unwritten()
 
 
 def test_stderr_may_be_gone(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     say("nobody hears this")
-    settle_streams()
+    discard_unwritten()
 
 
 def test_what_was_lost_in_words():

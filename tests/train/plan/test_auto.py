@@ -11,8 +11,8 @@ from train.config import load
 from train.plan import auto
 from train.plan.auto import target_at_hand, with_best_layout
 from train.plan.search.layout import Candidate, Roles
-from train.plan.search.plans import Answer, RunFile, in_process
-from train.plan.search.search import Try
+from train.plan.search.plans import PlanFigures, RunFile, in_process
+from train.plan.search.search import PlannedLayout
 from train.plan.search.space import candidates
 from train.plan.trial import devices_at_hand, step_seconds
 from train.settings.code.files import Code
@@ -37,8 +37,8 @@ class Planned:
     def __init__(self, *, opened, target, **_):
         self.target, self.tries = target, []
         for rank, one in enumerate([c for c in candidates(opened, target.num_devices) if c.rules == "jgt:fsdp_tensor"][:2], 1):
-            plan = Answer(seconds=float(rank), peak_bytes=10**9, fits=True, flops=1.0, exposed={"tensor": 0.1 * rank})
-            self.tries.append(Try(candidate=one, plan=plan, estimate=None))
+            plan = PlanFigures(seconds=float(rank), peak_bytes=10**9, fits=True, flops=1.0, exposed={"tensor": 0.1 * rank})
+            self.tries.append(PlannedLayout(candidate=one, plan=plan, estimate=None))
 
     def run(self):
         Planned.searches.append(self.target.text)
@@ -163,8 +163,11 @@ def test_cpu_devices_have_rough_times(tmp_path):
 )
 def test_layouts_with_near_plans_are_measured(measured, chosen, monkeypatch):
     opened = candidates_of_any_run()
-    near = [Try(candidate=one, plan=Answer(seconds=1 + rank / 10, fits=True), estimate=None) for rank, one in enumerate(opened[:3])]
-    far = Try(candidate=opened[3], plan=Answer(seconds=2.0, fits=True), estimate=None)
+    near = [
+        PlannedLayout(candidate=one, plan=PlanFigures(seconds=1 + rank / 10, fits=True), estimate=None)
+        for rank, one in enumerate(opened[:3])
+    ]
+    far = PlannedLayout(candidate=opened[3], plan=PlanFigures(seconds=2.0, fits=True), estimate=None)
     asked, said, file = [], [], RunFile(config="run.yaml", overrides=("train.batch=8",))
     monkeypatch.setattr(auto, "in_process", lambda function, *arguments: asked.append(arguments) or measured)
     assert auto.fastest([*near, far], file, said.append) is near[chosen]
@@ -174,7 +177,7 @@ def test_layouts_with_near_plans_are_measured(measured, chosen, monkeypatch):
 
 
 def test_a_measurement_that_dies_leaves_the_best_plan(monkeypatch):
-    near = [Try(candidate=one, plan=Answer(seconds=1.0, fits=True), estimate=None) for one in candidates_of_any_run()]
+    near = [PlannedLayout(candidate=one, plan=PlanFigures(seconds=1.0, fits=True), estimate=None) for one in candidates_of_any_run()]
     said = []
 
     def died(*_):

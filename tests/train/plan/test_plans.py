@@ -8,11 +8,11 @@ import pytest
 
 import jgt
 from train.plan.search import plans
-from train.plan.search.plans import Answer
+from train.plan.search.plans import PlanFigures
 
 
 def test_a_stored_plan_is_found(tmp_path):
-    answer = Answer(seconds=2.5, peak_bytes=7, fits=True, exposed={"data": 0.5}, warnings=("close",))
+    answer = PlanFigures(seconds=2.5, peak_bytes=7, fits=True, exposed={"data": 0.5}, warnings=("close",))
     plans._write(tmp_path / "plan.json", answer)
     assert plans._read(tmp_path / "plan.json") == answer
 
@@ -24,7 +24,7 @@ def test_a_stored_plan_is_found(tmp_path):
         "[]",
         "[" * 100_000,
         '{"other": 1}',
-        *(json.dumps({**asdict(Answer()), "seconds": seconds}) for seconds in ("abc", None, float("inf"), float("nan"), -5)),
+        *(json.dumps({**asdict(PlanFigures()), "seconds": seconds}) for seconds in ("abc", None, float("inf"), float("nan"), -5)),
     ],
 )
 def test_a_damaged_plan_is_none(tmp_path, text):

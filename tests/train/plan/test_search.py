@@ -14,9 +14,9 @@ from train.config import load
 from train.plan.__main__ import main as plan
 from train.plan.answer import accuracy, answer_json, print_answer, run_document, write_run
 from train.plan.search.layout import num_changes
-from train.plan.search.plans import Answer, Plans, RunFile
-from train.plan.search.search import LayoutSearch, Try
-from train.plan.search.space import Open, index_of
+from train.plan.search.plans import PlanFigures, Plans, RunFile
+from train.plan.search.search import LayoutSearch, PlannedLayout
+from train.plan.search.space import OpenLayout, index_of
 
 MODEL = "model={kind: llama, layers: 16, embed: 256, heads: 8, kv_heads: 8, ffn: 1024, vocab: 1024, seq: 1024}"
 FLOPS, PARAMETERS, LAYERS = 1e18, 2e10, 2e9
@@ -35,7 +35,7 @@ class MadeUp:
         if self._raises is not None and len(self.asked) > self._raises:
             raise KeyboardInterrupt
         one = SPACE[file.overrides[len(BASIS) :]]
-        return done(Answer(problems=("cannot be compiled",)) if self._refuses(one) else made_up(one))
+        return done(PlanFigures(problems=("cannot be compiled",)) if self._refuses(one) else made_up(one))
 
     def close(self):
         pass
@@ -58,7 +58,7 @@ def made_up(one):
     split = math.prod(size for axis, size in one.mesh if axis not in ("data", "replica"))
     kept = LAYERS * one.rows * {"block": 1, "matmuls": 7, "none": 13}[one.remat or "block"] / sizes.get("tensor", 1)
     peak = 16 * PARAMETERS / split + kept / sizes.get("stage", 1)
-    return Answer(
+    return PlanFigures(
         seconds=compute + tensor,
         peak_bytes=round(peak),
         args_bytes=round(12 * PARAMETERS / split),
@@ -89,7 +89,7 @@ def make_search(run_file):
 
     def make(**options):
         target, said = Target.parse("h100:4x8"), []
-        opened = Open.read(RunFile(config=run_file, overrides=("mesh=null",)))
+        opened = OpenLayout.read(RunFile(config=run_file, overrides=("mesh=null",)))
         search = LayoutSearch(opened=opened, target=target, plans=MadeUp(**options), seconds=60, top=4, say=said.append)
         SPACE.clear()
         SPACE.update({tuple(one.overrides): one for one in search.space})
@@ -198,9 +198,9 @@ def test_the_answer_says_why_and_how_sure(make_search, capsys):
 def test_a_loser_is_told_its_largest_difference(make_search):
     search, _ = make_search()
     one = search.space[0]
-    best = Try(candidate=one, plan=Answer(seconds=1.0, flops=1e15, exposed={"tensor": 0.1}), estimate=None)
-    waits = Try(candidate=one, plan=Answer(seconds=1.5, flops=1e15, exposed={"tensor": 0.6}), estimate=None)
-    computes = Try(candidate=one, plan=Answer(seconds=1.3, flops=1.3e15, exposed={"tensor": 0.1}), estimate=None)
+    best = PlannedLayout(candidate=one, plan=PlanFigures(seconds=1.0, flops=1e15, exposed={"tensor": 0.1}), estimate=None)
+    waits = PlannedLayout(candidate=one, plan=PlanFigures(seconds=1.5, flops=1e15, exposed={"tensor": 0.6}), estimate=None)
+    computes = PlannedLayout(candidate=one, plan=PlanFigures(seconds=1.3, flops=1.3e15, exposed={"tensor": 0.1}), estimate=None)
     assert waits.why_slower(best) == "+50%: waits 0.6 s for tensor, the best 0.1"
     assert computes.why_slower(best) == "+30%: computes 30% more"
 
@@ -211,7 +211,7 @@ def dies(file, target):
 
 def succeeds(file, target):
     print("what XLA says")
-    return Answer(seconds=1.0, peak_bytes=os.getpid(), fits=True)
+    return PlanFigures(seconds=1.0, peak_bytes=os.getpid(), fits=True)
 
 
 def test_a_process_that_dies_takes_only_its_plan(tmp_path, run_file):

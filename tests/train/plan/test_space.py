@@ -10,7 +10,7 @@ from jgt.rules import load_rules, make_rules
 from train.config import load
 from train.plan.search.layout import Roles
 from train.plan.search.plans import RunFile
-from train.plan.search.space import Open, candidates
+from train.plan.search.space import OpenLayout, candidates
 
 MODEL = "model={kind: llama, layers: 4, embed: 32, heads: 4, kv_heads: 2, ffn: 64, vocab: 256, seq: 32}"
 
@@ -23,7 +23,7 @@ def run_file(tmp_path):
 
 
 def opened(run_file, *overrides, free=()):
-    return Open.read(RunFile(config=run_file, overrides=(MODEL, *overrides)), free)
+    return OpenLayout.read(RunFile(config=run_file, overrides=(MODEL, *overrides)), free)
 
 
 def space(run_file, *overrides, devices=16):

@@ -10,8 +10,8 @@ from jgt.planner.hardware.target import Target
 from train.plan.__main__ import main
 from train.plan.offers import Job, Offer, is_choice, parse_tokens, print_offers, ranked, read_job, read_targets
 from train.plan.search.layout import Candidate, Roles
-from train.plan.search.plans import Answer
-from train.plan.search.search import Try
+from train.plan.search.plans import PlanFigures
+from train.plan.search.search import PlannedLayout
 from train.plan.searching import search_targets
 
 FSDP = Roles(batch=("fsdp",), weights=("fsdp",))
@@ -24,8 +24,8 @@ class Found:
     """A search that has found a step of so many seconds, or nothing."""
 
     def __init__(self, seconds, *, interrupted=False):
-        plan = Answer(seconds=seconds or 0.0, peak_bytes=50_000_000_000, fits=True)
-        self.best = Try(candidate=LAYOUT, plan=plan, estimate=None) if seconds else None
+        plan = PlanFigures(seconds=seconds or 0.0, peak_bytes=50_000_000_000, fits=True)
+        self.best = PlannedLayout(candidate=LAYOUT, plan=plan, estimate=None) if seconds else None
         self.is_interrupted = interrupted
 
     def run(self):

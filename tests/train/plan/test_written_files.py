@@ -9,9 +9,9 @@ from plugin import needs_plugin
 import jgt
 from jgt.__main__ import main as jgt_main
 from train.plan.answer import run_document, write_run
-from train.plan.search.plans import Answer, RunFile
-from train.plan.search.search import Try
-from train.plan.search.space import Open, candidates
+from train.plan.search.plans import PlanFigures, RunFile
+from train.plan.search.search import PlannedLayout
+from train.plan.search.space import OpenLayout, candidates
 
 MODELS = {
     "gpt": "{kind: gpt, layers: 4, embed: 32, heads: 8, vocab: 256, seq: 32}",
@@ -19,7 +19,7 @@ MODELS = {
     "moe": "{kind: llama, layers: 4, embed: 32, heads: 8, kv_heads: 8, ffn: 64, vocab: 256, seq: 32, experts: {count: 8, choose: 2}}",
 }
 SHORT = ["train.steps=1", "train.eval_every=0", "sample.tokens=0", "checkpoint.every=100"]
-PLAN = Answer(seconds=1.0, peak_bytes=10**9, fits=True)
+PLAN = PlanFigures(seconds=1.0, peak_bytes=10**9, fits=True)
 
 
 def values_of(one):
@@ -34,7 +34,7 @@ def layouts(model, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(f"model: {MODELS[model]}\ntrain: {{batch: 32, remat: auto, steps: 1}}\noptimizer: {{clip: 1.0}}\n")
     # Models have different combinations of the values.
-    space = random.Random(model).sample(found := candidates(Open.read(RunFile(config=str(path))), 8), len(found))
+    space = random.Random(model).sample(found := candidates(OpenLayout.read(RunFile(config=str(path))), 8), len(found))
     missing, chosen = set().union(*map(values_of, space)), []
     while missing:
         chosen.append(max(space, key=lambda one: len(values_of(one) & missing)))
@@ -55,7 +55,7 @@ def test_a_written_file_is_checked_planned_and_trained(model, part, tmp_path, mo
         own = first_loss(path, "own")
         for number, one in enumerate(found[part::2]):
             written = tmp_path / f"best{number}.yaml"
-            best = Try(candidate=one, plan=PLAN, estimate=None)
+            best = PlannedLayout(candidate=one, plan=PLAN, estimate=None)
             write_run(written, run_document(RunFile(config=str(path)), best, tmp_path), best, "h100:1x8")
             assert jgt_main(["check", str(written), "devices.virtual_cpu=8"]) == 0, capsys.readouterr().err
             assert jgt_main(["plan", str(written), "--target", "h100:1x8"]) == 0, capsys.readouterr().err

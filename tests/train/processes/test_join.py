@@ -15,7 +15,7 @@ from jgt.document import InputError
 from train.processes import join
 from train.processes.cluster import Cluster
 from train.processes.connect import start_jax
-from train.processes.join import JoinError, Membership, Place, Wait, names
+from train.processes.join import Address, JoinError, Membership, Wait, names
 
 SECONDS = 20
 FACTS = {"run.name": "tiny", "code": "jgt 1 with jax 2", "config": "c0ffee", "--processes": 3}
@@ -35,7 +35,7 @@ def impatient(monkeypatch):
 @pytest.fixture
 def run():
     """Starts the processes of a run in threads: run(process, membership, count, **changes of the membership) returns a future."""
-    place = Place(host="127.0.0.1", port=free_port(), listen="127.0.0.1")
+    place = Address(host="127.0.0.1", port=free_port(), listen="127.0.0.1")
 
     class Run:
         port = place.port
@@ -127,7 +127,7 @@ def test_who_waits_for_the_first_process_says_so(run, capfd):
 
 def test_a_host_without_an_address_is_tried_until_the_time_is_over():
     with pytest.raises(JoinError, match=r"cannot be reached at nowhere\.invalid:1: "):
-        join.join(Place(host="nowhere.invalid", port=1), 1, 3, dataclasses.replace(RUN, seconds=0.3))
+        join.join(Address(host="nowhere.invalid", port=1), 1, 3, dataclasses.replace(RUN, seconds=0.3))
 
 
 def test_a_member_that_dies_is_missing_again_and_may_come_back(run, capfd):

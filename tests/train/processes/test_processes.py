@@ -16,7 +16,7 @@ from train.checkpoint.restore import restore
 from train.config import load
 from train.processes.cluster import Cluster, cluster_problems, find_cluster, flag_problems
 from train.processes.connect import start_jax
-from train.processes.join import Place
+from train.processes.join import Address
 from train.run.train import train
 from train.settings.command_line import join_seconds, read_token, whole_number
 from train.setup import prepare
@@ -271,9 +271,9 @@ def started(monkeypatch):
 @pytest.mark.parametrize(
     ("address", "place", "expected", "bound"),
     [
-        ("host:1", Place(host="host", port=1, listen="::"), "host:1", "[::]:1"),
-        ("localhost:1", Place(host="127.0.0.1", port=1, listen="127.0.0.1"), "127.0.0.1:1", "127.0.0.1:1"),
-        ("[fe80::1]:1", Place(host="fe80::1", port=1, listen="::"), "[fe80::1]:1", "[::]:1"),
+        ("host:1", Address(host="host", port=1, listen="::"), "host:1", "[::]:1"),
+        ("localhost:1", Address(host="127.0.0.1", port=1, listen="127.0.0.1"), "127.0.0.1:1", "127.0.0.1:1"),
+        ("[fe80::1]:1", Address(host="fe80::1", port=1, listen="::"), "[fe80::1]:1", "[::]:1"),
     ],
 )
 def test_processes_meet_where_jax_connects_them(started, address, place, expected, bound):
@@ -289,7 +289,7 @@ def test_the_address_to_listen_at_may_be_given(started, monkeypatch):
 
 def test_jax_finds_the_processes_of_a_cluster(started):
     place, flags, _ = started(Cluster(num_processes=2), ("node:7", 2, 1, [1]))
-    assert (place, flags) == (Place(host="node", port=7), ("node:7", 2, 1, [1]))
+    assert (place, flags) == (Address(host="node", port=7), ("node:7", 2, 1, [1]))
 
 
 def test_a_cluster_that_jax_does_not_find(started):

@@ -19,7 +19,7 @@ from train.journal.members import read_member, with_stragglers
 from train.journal.status import LAUNCHER, events_file, status_file, take_requests
 from train.watch.top.__main__ import main
 from train.watch.top.frame import draw_frame, plain
-from train.watch.top.present import Watched
+from train.watch.top.view import Watched
 
 GOLDENS = Path(__file__).parent.parent.parent / "goldens" / "top"
 NOW = 1_800_000_000.0
@@ -190,7 +190,7 @@ def test_a_launcher_that_pauses_says_when_it_restarts(tmp_path):
 
 
 def test_one_frame_for_a_pipe_and_numbers_as_json(run, capsys, monkeypatch):
-    monkeypatch.setattr("train.watch.top.present.time.time", lambda: NOW)
+    monkeypatch.setattr("train.watch.top.view.time.time", lambda: NOW)
     assert main([str(run)]) == 0
     assert capsys.readouterr().out == (GOLDENS / "80x24.txt").read_text()
     assert main([str(run), str(run), "--json"]) == 0

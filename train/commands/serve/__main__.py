@@ -50,9 +50,9 @@ def _serve(arguments: argparse.Namespace) -> None:
     from ...generate.chat import Chat
     from ...processes.compiled import finish_trial
     from ...run.load import load_writer
+    from .api_request import RequestReader
     from .app import Api
     from .engine import Engine
-    from .order import OrderReader
     from .server import Server, open_socket
 
     with open_socket(arguments.host, arguments.port) as opened:
@@ -61,7 +61,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         name = Path(arguments.model.removeprefix("hf:")).resolve().name
         generator, rows = loaded.generator, loaded.setup.run.config.generate.batch
         engine = Engine(generator.writer(rows), most_waiting=arguments.queue)
-        reader = OrderReader(generator=generator, chat=chat, name=name, most=arguments.queue)
+        reader = RequestReader(generator=generator, chat=chat, name=name, most=arguments.queue)
         host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
         note = "" if chat is None or chat.template is not None else "; without a chat template, it continues the texts of messages"
         line = f"http://{host}:{opened.getsockname()[1]}/v1 serves {name}, {rows} answers at a time{note}. Ctrl-C ends it"

@@ -28,8 +28,8 @@ from starlette.routing import Route
 from jgt.document import InputError, shown
 
 from ...generate.writer import TextPiece
+from .api_request import ApiRequest, RequestReader, UnknownModelError
 from .engine import Engine, FullError, StoppedError, Ticket
-from .order import Order, OrderReader, UnknownModelError
 from .reply import Reply, error_of, event
 
 _BODY_SECONDS = 20
@@ -42,7 +42,7 @@ class Api:
     """The API of one model. token: the API key of clients; without one, the host that a request names must be local, by `is_local`."""
 
     engine: Engine
-    reader: OrderReader
+    reader: RequestReader
     token: bytes
     is_local: Callable[[str], bool]
 
@@ -78,8 +78,8 @@ class Api:
             raise HTTPException(415, "the Content-Type must be application/json")
         data = await _body(request, self.reader.most_bytes)
         # Tokens of a long text take a while, and other clients shall not wait for them.
-        order = await asyncio.to_thread(self.reader.read, data, is_chat=is_chat)
-        return _Answer(self.engine, order, Reply(order, self.reader.name))
+        api_request = await asyncio.to_thread(self.reader.read, data, is_chat=is_chat)
+        return _Answer(self.engine, api_request, Reply(api_request, self.reader.name))
 
     def _check(self, request: Request) -> None:
         """Raises HTTPException if the client may not ask."""
@@ -93,10 +93,10 @@ class Api:
 
 
 class _Answer:
-    """The response to an order, an ASGI application."""
+    """The response to a request, an ASGI application."""
 
-    def __init__(self, engine: Engine, order: Order, reply: Reply):
-        self._engine, self._order, self._reply = engine, order, reply
+    def __init__(self, engine: Engine, api_request: ApiRequest, reply: Reply):
+        self._engine, self._api_request, self._reply = engine, api_request, reply
         self._pieces: asyncio.Queue[tuple[int, TextPiece | StoppedError]] = asyncio.Queue()
 
     async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Send) -> None:
@@ -107,9 +107,9 @@ class _Answer:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._pieces.put_nowait, (index, piece))
 
-        tickets = [Ticket(request=one, deliver=functools.partial(deliver, n)) for n, one in enumerate(self._order.requests)]
+        tickets = [Ticket(request=one, deliver=functools.partial(deliver, n)) for n, one in enumerate(self._api_request.requests)]
         self._engine.submit(tickets)
-        answer = self._stream(send) if self._order.streams else self._whole(scope, receive, send)
+        answer = self._stream(send) if self._api_request.streams else self._whole(scope, receive, send)
         tasks = [asyncio.create_task(answer), asyncio.create_task(_leaving(receive))]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

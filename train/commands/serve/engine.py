@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ...generate.batch import TextRequest
 from ...generate.writer import TextPiece, TextWriter
-from ...settings.drawing import Drawing
+from ...settings.sampling import Sampling
 
 
 class FullError(Exception):
@@ -58,7 +58,7 @@ class Engine:
 
     def start(self) -> None:
         """Compiles the programs of a short request, and starts the thread."""
-        self._writer.write([TextRequest(tokens=[0], limit=3, drawing=Drawing())])
+        self._writer.write([TextRequest(tokens=[0], limit=3, sampling=Sampling())])
         while self._writer.batch.is_busy:
             self._writer.write()
         self._thread.start()

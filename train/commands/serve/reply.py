@@ -12,21 +12,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...generate.writer import TextPiece
-from .order import Order
+from .api_request import ApiRequest
 
 
 class Reply:
-    """The answers to one order. model: its name."""
+    """The answers to one request. model: its name."""
 
-    def __init__(self, order: Order, model: str):
-        self._order = order
+    def __init__(self, api_request: ApiRequest, model: str):
+        self._api_request = api_request
         self._head = {
-            "id": f"{'chatcmpl' if order.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "id": f"{'chatcmpl' if api_request.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
         }
-        self._texts = [list[str]() for _ in order.requests]
-        self._reasons = [""] * len(order.requests)
+        self._texts = [list[str]() for _ in api_request.requests]
+        self._reasons = [""] * len(api_request.requests)
         self._num_tokens = 0
 
     @property
@@ -42,7 +42,7 @@ class Reply:
 
     def whole(self) -> dict[str, Any]:
         """All answers."""
-        is_chat = self._order.is_chat
+        is_chat = self._api_request.is_chat
         choices = [
             self._choice(n, {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}, reason)
             for n, (text, reason) in enumerate(zip(map("".join, self._texts), self._reasons, strict=True))
@@ -55,14 +55,14 @@ class Reply:
         if not (piece.text or piece.reason or is_first):
             return b""
         delta = {**({"role": "assistant"} if is_first else {}), "content": piece.text}
-        return self._event(self._choice(index, {"delta": delta} if self._order.is_chat else {"text": piece.text}, piece.reason))
+        return self._event(self._choice(index, {"delta": delta} if self._api_request.is_chat else {"text": piece.text}, piece.reason))
 
     def end(self) -> bytes:
         """The end of a stream."""
-        return (self._event() if self._order.counts else b"") + b"data: [DONE]\n\n"
+        return (self._event() if self._api_request.counts else b"") + b"data: [DONE]\n\n"
 
     def _event(self, *choices: dict[str, Any]) -> bytes:
-        made = self._made("chat.completion.chunk" if self._order.is_chat else "text_completion", choices)
+        made = self._made("chat.completion.chunk" if self._api_request.is_chat else "text_completion", choices)
         return event(made if choices else made | {"usage": self._usage()})
 
     def _made(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class Reply:
         return {"index": index, **text, "logprobs": None, "finish_reason": reason or None}
 
     def _usage(self) -> dict[str, int]:
-        prompt = self._order.prompt_tokens
+        prompt = self._api_request.prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": self._num_tokens, "total_tokens": prompt + self._num_tokens}
 
 

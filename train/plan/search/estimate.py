@@ -29,7 +29,7 @@ from ...config import Config
 from ...models.config import ModelConfig
 from .columns import Columns, Numbers
 from .layout import Candidate
-from .plans import Answer
+from .plans import PlanFigures
 
 BYTES, WIDE = 2, 4
 """The bytes of a weight where it is multiplied, and where it is stored."""
@@ -71,7 +71,7 @@ class Step:
     keys: float = 1.0
 
     @classmethod
-    def of(cls, candidate: Candidate, plan: Answer, config: Config) -> Step:
+    def of(cls, candidate: Candidate, plan: PlanFigures, config: Config) -> Step:
         """The figures that a plan shows, of one of the candidate's parts of the batch."""
         model, parts = config.model, candidate.accumulate
         devices = candidate.size(axis for axis, _ in candidate.mesh)
@@ -125,7 +125,7 @@ class Estimator:
         """The estimate of a layout by its index."""
         return Estimate(seconds=float(self.seconds[index]), peak_bytes=float(self.peak_bytes[index]), bubble=float(self._bubble[index]))
 
-    def learn(self, index: int, plan: Answer) -> None:
+    def learn(self, index: int, plan: PlanFigures) -> None:
         """Takes the scale of a layout's plan into account."""
         self._ratios.append((plan.seconds / float(self._seconds[index]), plan.peak_bytes / float(self._peak_bytes[index])))
 

@@ -65,7 +65,7 @@ class RunFile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class PlanFigures:
     """The figures of a plan. Bytes and seconds are one device's in a step. problems: why there is no plan.
 
     parameters: the number of parameters on all devices together. trained: how many of them have gradients. activations: what the forward
@@ -89,7 +89,7 @@ class Answer:
     problems: tuple[str, ...] = ()
 
     @classmethod
-    def of_json(cls, values: Mapping[str, Any]) -> Answer:
+    def of_json(cls, values: Mapping[str, Any]) -> PlanFigures:
         """An answer from JSON, which has lists for tuples. Raises TypeError for other keys."""
         tuples: dict[str, Any] = {key: tuple(values.get(key, ())) for key in ("warnings", "problems")}
         return cls(**{**values, **tuples})
@@ -100,7 +100,7 @@ class Answer:
         return not self.problems and self.fits
 
 
-MakePlan = Callable[[RunFile, Target], Answer]
+MakePlan = Callable[[RunFile, Target], PlanFigures]
 """Plans a run for a target, in another process. It is a function of a module, by whose name the process finds it."""
 
 
@@ -115,16 +115,16 @@ class Plans:
         block = (signal.SIG_BLOCK, [signal.SIGINT, signal.SIGPIPE])
         self._threads = concurrent.futures.ThreadPoolExecutor(self.workers, initializer=signal.pthread_sigmask, initargs=block)
         self._local = threading.local()
-        self._asked: list[concurrent.futures.Future[Answer]] = []
+        self._asked: list[concurrent.futures.Future[PlanFigures]] = []
         self._is_closed = False
         self.num_found = 0
 
-    def ask(self, file: RunFile, target: Target) -> concurrent.futures.Future[Answer]:
+    def ask(self, file: RunFile, target: Target) -> concurrent.futures.Future[PlanFigures]:
         """The plan of a run for a target, at once if it is stored. Raises nothing: what is wrong is in the answer."""
         path = self._path(file, target)
         if path is not None and (stored := _read(path)) is not None:
             self.num_found += 1
-            done: concurrent.futures.Future[Answer] = concurrent.futures.Future()
+            done: concurrent.futures.Future[PlanFigures] = concurrent.futures.Future()
             done.set_result(stored)
             return done
         self._asked.append(self._threads.submit(self._plan, file, target, path))
@@ -142,9 +142,9 @@ class Plans:
             # A thread may have begun a process meanwhile.
             time.sleep(0.05)
 
-    def _plan(self, file: RunFile, target: Target, path: Path | None) -> Answer:
+    def _plan(self, file: RunFile, target: Target, path: Path | None) -> PlanFigures:
         if self._is_closed:
-            return Answer(problems=(_DIED,))
+            return PlanFigures(problems=(_DIED,))
         local = self._local
         if getattr(local, "pool", None) is None or local.count == _PLANS:
             local.pool, local.count = _process(), 0
@@ -153,7 +153,7 @@ class Plans:
             found = local.pool.submit(_call, self._make, file, target).result()
         except BrokenProcessPool:
             local.pool = None
-            return Answer(problems=(_DIED,))
+            return PlanFigures(problems=(_DIED,))
         if path is not None and not found.problems:
             _write(path, found)
         return found
@@ -197,16 +197,16 @@ def plans_folder() -> Path:
     return cache_folder("plans")
 
 
-def _read(path: Path) -> Answer | None:
+def _read(path: Path) -> PlanFigures | None:
     # A file of another version, or a damaged one, is not a plan.
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        answer = Answer.of_json(json_value(path.read_text()))
+        answer = PlanFigures.of_json(json_value(path.read_text()))
         if 0 <= answer.seconds < math.inf:
             return answer
     return None
 
 
-def _write(path: Path, found: Answer) -> None:
+def _write(path: Path, found: PlanFigures) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another search may read the file while it is written.

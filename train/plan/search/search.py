@@ -24,8 +24,8 @@ from jgt.planner import Target
 
 from .estimate import Estimate, Estimator, Step
 from .layout import Candidate, num_changes
-from .plans import Answer, Plans
-from .space import Open, candidates
+from .plans import PlanFigures, Plans
+from .space import OpenLayout, candidates
 
 _FIRST, _REFUSED = 6, 2
 """_FIRST: how many layouts to try until one compiles. _REFUSED: an axis size is dropped after this many refusals without a success."""
@@ -41,14 +41,14 @@ _REASONS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Try:
+class PlannedLayout:
     """A layout that was planned. estimate: what was expected before its plan; None for the first."""
 
     candidate: Candidate
-    plan: Answer
+    plan: PlanFigures
     estimate: Estimate | None
 
-    def why_slower(self, best: Try) -> str:
+    def why_slower(self, best: PlannedLayout) -> str:
         """The largest part of the difference to the best plan: `+9%: waits 4.9 s for tensor, the best 0`."""
         mine, its = self.plan, best.plan
         differences: list[tuple[float, str]] = []
@@ -71,7 +71,7 @@ class LayoutSearch:
     that the run's file has. Raises InputError if there is no layout.
     """
 
-    opened: Open
+    opened: OpenLayout
     target: Target
     plans: Plans
     seconds: float
@@ -79,12 +79,12 @@ class LayoutSearch:
     say: Callable[[str], None]
     space: Sequence[Candidate] = ()
     begin: int | None = None
-    tries: list[Try] = field(default_factory=list[Try])
+    tries: list[PlannedLayout] = field(default_factory=list[PlannedLayout])
     started: float = field(default_factory=time.monotonic)
     is_interrupted: bool = False
     estimator: Estimator | None = None
     _without_gain: int = 0
-    _pending: list[tuple[int, concurrent.futures.Future[Answer], Estimate]] = field(default_factory=list[Any])
+    _pending: list[tuple[int, concurrent.futures.Future[PlanFigures], Estimate]] = field(default_factory=list[Any])
     _asked: set[int] = field(default_factory=set[int])
     _refusals: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
     _compiled: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])
@@ -107,11 +107,11 @@ class LayoutSearch:
             self.plans.close()
 
     @property
-    def best(self) -> Try | None:
+    def best(self) -> PlannedLayout | None:
         """The fastest plan that fits."""
         return next(iter(self.ranked()), None)
 
-    def ranked(self) -> list[Try]:
+    def ranked(self) -> list[PlannedLayout]:
         """The plans that fit, the fastest first."""
         return sorted((t for t in self.tries if t.plan.is_usable), key=lambda t: t.plan.seconds)
 
@@ -188,17 +188,17 @@ class LayoutSearch:
         states[list(self._asked)] = _ASKED
         return states
 
-    def ask(self, index: int, *part: str) -> concurrent.futures.Future[Answer]:
+    def ask(self, index: int, *part: str) -> concurrent.futures.Future[PlanFigures]:
         """Asks for the plan of a layout by its index. part: overrides that make one part of the batch the whole."""
         if not part:
             self._asked.add(index)
         basis = ("pipeline=null", f"devices.virtual_cpu={self.target.num_devices}")
         return self.plans.ask(self.opened.file.adding(*basis, *self.space[index].overrides, *part), self.target)
 
-    def _take(self, index: int, plan: Answer, estimate: Estimate | None) -> None:
+    def _take(self, index: int, plan: PlanFigures, estimate: Estimate | None) -> None:
         assert self.estimator is not None
         candidate, best = self.space[index], self.best
-        self.tries.append(Try(candidate=candidate, plan=plan, estimate=estimate))
+        self.tries.append(PlannedLayout(candidate=candidate, plan=plan, estimate=estimate))
         # The dims of a model do not divide by every size. The space has only numbers of rows and of stages that are possible.
         possible = (*candidate.roles.batch, *([] if candidate.stages is None else [candidate.stages.axis]))
         sizes = [(axis, size) for axis, size in candidate.mesh if axis not in possible]
@@ -219,7 +219,7 @@ def _simplicity(candidate: Candidate) -> tuple[object, ...]:
     return (candidate.stages is not None, candidate.accumulate > 1, candidate.remat not in ("block", None), -split, tensor, candidate.rows)
 
 
-def _outcome(plan: Answer) -> str:
+def _outcome(plan: PlanFigures) -> str:
     if plan.problems:
         return "refused"
     size = f"{plan.peak_bytes / 2**30:.0f} GiB"

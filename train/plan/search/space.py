@@ -47,7 +47,7 @@ RECOMPUTE = ("matmuls", "block", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Open:
+class OpenLayout:
     """A run whose layout is open, and what of the layout is set.
 
     run: without mesh, rules and pipeline. mesh: the sizes that are set, by axis. axes: the only axes there may be; None if a size is -1 or
@@ -66,7 +66,7 @@ class Open:
     given: tuple[str, ...]
 
     @classmethod
-    def read(cls, file: RunFile, free: Collection[str] = ()) -> Open:
+    def read(cls, file: RunFile, free: Collection[str] = ()) -> OpenLayout:
         """Reads a run's file. Raises InputError with every problem; a key that is absent, null, -1 or in `free` is open."""
         root, problems = read(file.config), list[str]()
         stage = root.find("pipeline.axis").value
@@ -108,7 +108,7 @@ class Open:
         )
 
 
-def layouts_of(fixed: Open) -> Iterator[tuple[str | None, Rules, Roles, str]]:
+def layouts_of(fixed: OpenLayout) -> Iterator[tuple[str | None, Rules, Roles, str]]:
     """The rules to try with their name, the roles of their axes and the axis of a pipeline: the run's own rules, or the shipped ones."""
     if fixed.rules is not None:
         yield None, fixed.rules, Roles.of(fixed.rules, fixed.stage), fixed.stage
@@ -121,7 +121,7 @@ def layouts_of(fixed: Open) -> Iterator[tuple[str | None, Rules, Roles, str]]:
             yield f"jgt:{name}", rules, Roles.of(rules, PipelineConfig.axis), PipelineConfig.axis
 
 
-def candidates(fixed: Open, num_devices: int) -> tuple[Candidate, ...]:
+def candidates(fixed: OpenLayout, num_devices: int) -> tuple[Candidate, ...]:
     """All layouts on a number of devices that a run's file leaves open. Raises InputError if it leaves nothing that fits."""
     run = fixed.run
     found: dict[object, Candidate] = {}
@@ -141,7 +141,7 @@ def candidates(fixed: Open, num_devices: int) -> tuple[Candidate, ...]:
     return tuple(found.values())
 
 
-def index_of(run: Run, fixed: Open, space: Sequence[Candidate]) -> int | None:
+def index_of(run: Run, fixed: OpenLayout, space: Sequence[Candidate]) -> int | None:
     """The index of the layout that a run has; None if it is not among these. fixed: the same run with its layout open."""
     train = run.config.train
     rest = (run.config.devices.virtual_cpu or 1) // math.prod(size for size in run.mesh.values() if size != -1)
@@ -166,7 +166,7 @@ def _program_of(one: Candidate) -> tuple[object, ...]:
     return (*sizes, tensor, one.num_stages, others, *flags, one.accumulate, one.rows, one.remat, one.stages)
 
 
-def _meshes(roles: Roles, stage: str, fixed: Open, num_devices: int) -> Iterator[dict[str, int]]:
+def _meshes(roles: Roles, stage: str, fixed: OpenLayout, num_devices: int) -> Iterator[dict[str, int]]:
     """All sizes of the rules' axes, outermost first, that multiply to the number of devices."""
     # Axes that talk most are innermost, next to each other on a host.
     weights = [axis for axis in roles.batch if axis in roles.weights]
@@ -196,7 +196,7 @@ def _factors(number: int, count: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def _splits(fixed: Open, name: str | None, roles: Roles, stage: str, mesh: Mapping[str, int]) -> Iterator[Candidate]:
+def _splits(fixed: OpenLayout, name: str | None, roles: Roles, stage: str, mesh: Mapping[str, int]) -> Iterator[Candidate]:
     """The ways to compute the batch on a mesh: parts, pipeline, recompute."""
     run = fixed.run
     rows, over = divmod(run.config.train.batch, math.prod(mesh[axis] for axis in roles.batch))

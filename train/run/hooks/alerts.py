@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ...files.streams import say
-from ...journal.members import Member, read_member, with_stragglers
+from ...journal.members import ProcessStatus, read_member, with_stragglers
 from ...journal.sink import Sink
 from ...journal.status import processes_of, read_status
 from ...records.loggers import Logger
@@ -170,7 +170,7 @@ class Alerts(Logger):
         return f"it ended with exit code {code}" if code else ""
 
 
-def _quiet(member: Member) -> tuple[float, float]:
+def _quiet(member: ProcessStatus) -> tuple[float, float]:
     """The seconds since a process has made progress, and those after which its watch ends it; infinite if it may take any time."""
     if member.state == "runs":
         return member.idle_s or 0.0, member.limit_s or math.inf

@@ -29,7 +29,7 @@ from ...journal.members import number
 from ...journal.status import ask
 from ...settings.command_line import seconds
 from .frame import Line, draw_frame, plain
-from .present import UPDATE_SECONDS, Watched
+from .view import UPDATE_SECONDS, Watched
 
 _LANES = 16
 _READ = re.compile(r"config\.yaml|metrics\.jsonl|(events|status)(-[a-z0-9]+)?\.jsonl?|profile/signals\.json")

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from jgt import amount
 
 from ...journal.events import Event
-from ...journal.members import Member, clean, number, whole
+from ...journal.members import ProcessStatus, clean, number, whole
 from ...settings.formats import duration_text
 from ..runs import Point, thinned
-from .present import Present
+from .view import RunView
 
 Line = list[tuple[str, str]]
 """Pieces of text, each with a style of rich; empty for none."""
@@ -46,42 +46,42 @@ _COLUMNS = {"proc": ">4", "host": "<16", "phase": "<9", "since": ">6", "step": "
 _KEYS = "q quit  space pause  s save  p profile"
 
 
-def draw_frame(present: Present, width: int, height: int, said: str = "") -> list[Line]:
+def draw_frame(view: RunView, width: int, height: int, said: str = "") -> list[Line]:
     """The lines of a frame, at most `height`, none wider than `width`. said: what a key has done, in place of the keys."""
-    top = [*_head(present, width), *_now(present)]
-    below = list(_signals(present, width)) if height >= 22 else []
+    top = [*_head(view, width), *_now(view)]
+    below = list(_signals(view, width)) if height >= 22 else []
     if height >= 40:
-        below = [*_curves(present, width), *below]
+        below = [*_curves(view, width), *below]
     wide = width >= 120
-    last = _events(present, max(1, height // 10) if height >= 16 else 0)
+    last = _events(view, max(1, height // 10) if height >= 16 else 0)
     room = max(2, height - len(top) - len(below) - len(last) - 2)
-    table = _table(present, width, room // 2 if wide else room)
-    lanes = _lanes(present, width, max(0, room - len(table) - 1)) if wide else []
+    table = _table(view, width, room // 2 if wide else room)
+    lanes = _lanes(view, width, max(0, room - len(table) - 1)) if wide else []
     lines = [*top, *table, *lanes, *below, *last]
     return [_cut(line, width) for line in [*lines[: height - 1], [(said or _KEYS, "dim")]]]
 
 
-def _head(present: Present, width: int) -> Iterator[Line]:
-    total, step, loss = present.total, present.step, present.last("loss")
+def _head(view: RunView, width: int) -> Iterator[Line]:
+    total, step, loss = view.total, view.step, view.last("loss")
     parts = [f"step {step:,}" + (f"/{total:,}  {step / total:.0%}" if total else "")]
-    parts += [f"{label} {value:{form}}" for label, name, form in _FIGURES if (value := present.last(name)) is not None]
-    eta = "" if present.eta_s is None else f"eta {_long(present.eta_s)}"
-    yield [(present.name, "bold"), ("  " + "  ".join(parts), ""), (f"  {eta}", "bold")]
-    speed = present.last("tokens_per_s") or present.last("samples_per_s")
-    unit = "tok/s" if present.last("tokens_per_s") is not None else "samples/s"
-    ended = ", ".join(f"{count} {why}" for why, count in present.restarts_after.items())
-    start = f"start {present.starts}" + (f" ({ended})" if ended else "")
+    parts += [f"{label} {value:{form}}" for label, name, form in _FIGURES if (value := view.last(name)) is not None]
+    eta = "" if view.eta_s is None else f"eta {_long(view.eta_s)}"
+    yield [(view.name, "bold"), ("  " + "  ".join(parts), ""), (f"  {eta}", "bold")]
+    speed = view.last("tokens_per_s") or view.last("samples_per_s")
+    unit = "tok/s" if view.last("tokens_per_s") is not None else "samples/s"
+    ended = ", ".join(f"{count} {why}" for why, count in view.restarts_after.items())
+    start = f"start {view.starts}" + (f" ({ended})" if ended else "")
     known = [
         None if speed is None else f"{amount(speed)} {unit}",
-        None if (mfu := present.last("mfu")) is None else f"mfu {mfu:.0%}",
-        None if present.goodput is None else f"goodput {present.goodput:.1%}",
+        None if (mfu := view.last("mfu")) is None else f"mfu {mfu:.0%}",
+        None if view.goodput is None else f"goodput {view.goodput:.1%}",
         start,
-        f"{present.skipped} skipped" if present.skipped else None,
+        f"{view.skipped} skipped" if view.skipped else None,
     ]
-    yield [("  ".join(part for part in known if part), ""), (time.strftime("   %H:%M:%S", time.localtime(present.now)), "dim")]
+    yield [("  ".join(part for part in known if part), ""), (time.strftime("   %H:%M:%S", time.localtime(view.now)), "dim")]
     if width >= 60:
         each = (width - 32) // 2
-        losses, times = present.curve("loss"), present.curve("step_time_s")
+        losses, times = view.curve("loss"), view.curve("step_time_s")
         line: Line = [("loss ", "dim"), (_spark(losses, each), "green"), ("" if loss is None else f" {loss:.4g}", "")]
         if times:
             line += [("   step ", "dim"), (_spark(times, each), "cyan"), (f" {amount(times[-1], 's')}", "")]
@@ -91,9 +91,9 @@ def _head(present: Present, width: int) -> Iterator[Line]:
 _FIGURES = (("loss", "loss", ".4g"), ("gn", "grad_norm", ".3g"), ("lr", "lr", ".1e"))
 
 
-def _now(present: Present) -> Iterator[Line]:
+def _now(view: RunView) -> Iterator[Line]:
     """A line with the work of the first process that runs."""
-    running = sorted((m for m in present.members if m.state == "runs"), key=lambda m: m.process)
+    running = sorted((m for m in view.members if m.state == "runs"), key=lambda m: m.process)
     parts = list[str]()
     if running:
         first = running[0]
@@ -101,19 +101,19 @@ def _now(present: Present) -> Iterator[Line]:
         limit = "" if first.limit_s is None else f" of at most {_short(first.limit_s)}"
         parts.append(f"now   {what}, {_short(first.since_s)}{limit}")
         parts += [f"saving {step:,} for {_short(since)}" for m in running if m.saving for step, since in [m.saving]]
-    elif present.restarting_s is not None:
-        parts.append(f"now   the launcher starts the processes again in {_short(present.restarting_s)}")
-    elif present.members:
-        age = min(m.age_s for m in present.members)
+    elif view.restarting_s is not None:
+        parts.append(f"now   the launcher starts the processes again in {_short(view.restarting_s)}")
+    elif view.members:
+        age = min(m.age_s for m in view.members)
         parts.append(f"now   nothing runs; the last word is {_long(age)} old")
     else:
         parts.append("now   no process has a status: the run is of an older version, or has not begun")
     yield [("      ".join(parts), "bold")]
 
 
-def _table(present: Present, width: int, room: int) -> list[Line]:
+def _table(view: RunView, width: int, room: int) -> list[Line]:
     """The table of processes in at most `room` lines. The last line says how many others there are."""
-    members = present.members
+    members = view.members
     if not members:
         return []
     shown = list(members[: room - 1 if len(members) < room else room - 2])
@@ -128,7 +128,7 @@ def _table(present: Present, width: int, room: int) -> list[Line]:
     return [[(head, "dim")], *rows]
 
 
-def _row(member: Member, columns: Mapping[str, str]) -> Line:
+def _row(member: ProcessStatus, columns: Mapping[str, str]) -> Line:
     used, limit = max(member.memory, key=lambda pair: pair[0], default=(0.0, 0.0))
     shares = member.shares if member.phase == "step" else None
     is_there = member.state == "runs"
@@ -147,16 +147,16 @@ def _row(member: Member, columns: Mapping[str, str]) -> Line:
     return [(text, _STATES[member.severity]), ("  " + "; ".join(member.notes), "bold")]
 
 
-def _lanes(present: Present, width: int, room: int) -> list[Line]:
+def _lanes(view: RunView, width: int, room: int) -> list[Line]:
     """Lines with the phases of the worst processes in the last minutes, a character for five seconds."""
     columns = width - 8
-    if room < 2 or not present.lanes:
+    if room < 2 or not view.lanes:
         return []
-    begin = present.now - columns * _LANE_SECONDS
+    begin = view.now - columns * _LANE_SECONDS
     lines: list[Line] = [
         [(f"the last {_long(columns * _LANE_SECONDS)}: = steps, c compiling, s saving, e evaluating, o opening, r restoring", "dim")]
     ]
-    for process, events in itertools.islice(present.lanes.items(), room - 1):
+    for process, events in itertools.islice(view.lanes.items(), room - 1):
         cells = [(" ", "")] * columns
         for event in events:
             first, last = ((at - begin) / _LANE_SECONDS for at in (event.time, event.time + event.seconds))
@@ -168,17 +168,17 @@ def _lanes(present: Present, width: int, room: int) -> list[Line]:
     return lines
 
 
-def _curves(present: Present, width: int) -> Iterator[Line]:
+def _curves(view: RunView, width: int) -> Iterator[Line]:
     """Sparklines of further metrics."""
     for name in ("eval_loss", "tokens_per_s", "grad_norm", "memory_bytes"):
-        values = present.curve(name)
+        values = view.curve(name)
         if values:
             yield [(f"{name:<13}", "dim"), (_spark(values, width - 30), "green"), (f" {amount(values[-1])}", "")]
 
 
-def _signals(present: Present, width: int) -> Iterator[Line]:
+def _signals(view: RunView, width: int) -> Iterator[Line]:
     """The device time of the last profile by signal, in as many columns as fit."""
-    table, rows = present.signals, list[tuple[str, float]]()
+    table, rows = view.signals, list[tuple[str, float]]()
     listed = table.get("signals")
     for row in listed[:200] if isinstance(listed, list) else ():
         if isinstance(row, dict) and (share := number(row.get("share"))) is not None:
@@ -188,7 +188,7 @@ def _signals(present: Present, width: int) -> Iterator[Line]:
         return
     if idle_ms:
         rows.append(("idle", min(1.0, max(0.0, idle_ms / step_ms))))
-    age = "" if at is None else f", {_long(max(0.0, present.now - at))} old"
+    age = "" if at is None else f", {_long(max(0.0, view.now - at))} old"
     yield [(f"step by signal (profile of step {whole(table.get('last')) or 0:,}{age}; p: again)", "dim")]
     columns = max(1, width // 40)
     best = sorted(rows, key=lambda row: -row[1])[: 3 * columns]
@@ -201,8 +201,8 @@ def _signals(present: Present, width: int) -> Iterator[Line]:
         ]
 
 
-def _events(present: Present, room: int) -> list[Line]:
-    return [[(_event_text(event), "dim")] for event in present.events[-room:]] if room else []
+def _events(view: RunView, room: int) -> list[Line]:
+    return [[(_event_text(event), "dim")] for event in view.events[-room:]] if room else []
 
 
 def _event_text(event: Event) -> str:

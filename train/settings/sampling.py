@@ -15,7 +15,7 @@ _Share = Annotated[float, Bound(above=0, high=1)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing:
+class Sampling:
     """How a token is drawn from the model's probabilities.
 
     temperature: divides the logits; 0: always the likeliest token.
@@ -35,7 +35,7 @@ class Drawing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(Drawing):
+class GenerateConfig(Sampling):
     """The `generate:` section.
 
     tokens: the most new tokens of an answer. An answer also ends at `model.seq`.

@@ -52,8 +52,8 @@ class UnknownModelError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Order:
-    """The wish of a client.
+class ApiRequest:
+    """A parsed request.
 
     requests: those of all answers, by prompt and then by sample. prompt_tokens: of all prompts together. streams: the text is sent as it is
     written. counts: a stream ends with the numbers of tokens.
@@ -67,8 +67,8 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OrderReader:
-    """Reads orders for a model. name: the model's. chat: None if it has no tokenizer. most: the most answers of one order."""
+class RequestReader:
+    """Reads requests for a model. name: the model's. chat: None if it has no tokenizer. most: the most answers of one request."""
 
     generator: Generator
     chat: Chat | None
@@ -80,8 +80,8 @@ class OrderReader:
         """The largest body that is read, which is larger than any prompt that fits the model."""
         return 65_536 + 32 * self.generator.longest
 
-    def read(self, data: bytes, *, is_chat: bool) -> Order:
-        """The order in the body of a request. Raises InputError, or UnknownModelError."""
+    def read(self, data: bytes, *, is_chat: bool) -> ApiRequest:
+        """The request in a body. Raises InputError, or UnknownModelError."""
         body = _object(data)
         self.check_name(body.get("model"))
         changes = _changes(body, is_chat)
@@ -99,7 +99,7 @@ class OrderReader:
             found = (problem.removeprefix("generate: generate.").partition(":") for problem in error.problems)
             raise InputError("".join((names.get(key, key), *rest)) for key, *rest in found) from None
         options = body.get("stream_options")
-        return Order(
+        return ApiRequest(
             requests=requests,
             prompt_tokens=sum(len(request.tokens) for request in requests[:: len(requests) // len(prompts)]),
             is_chat=is_chat,

@@ -20,7 +20,7 @@ from jgt.document import InputError
 from ...files.json_text import read_object_file
 from ...journal.accounts import NO_RECORD, account
 from ...journal.events import Event, as_event
-from ...journal.members import Member, clean, number, read_member, whole, with_stragglers
+from ...journal.members import ProcessStatus, clean, number, read_member, whole, with_stragglers
 from ...journal.rows import read_tail
 from ...journal.status import LAUNCHER, events_file, processes_of, read_status
 
@@ -49,7 +49,7 @@ _SHOWN = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Present:
+class RunView:
     """A run. members: its processes, the worst first. rows: the last rows of its metrics. events: its last events, oldest first.
 
     goodput, starts, restarts_after, skipped: as in `train.journal.accounts`. lanes: by process, its last events. signals: the table of the
@@ -58,7 +58,7 @@ class Present:
 
     name: str
     now: float
-    members: tuple[Member, ...]
+    members: tuple[ProcessStatus, ...]
     rows: tuple[Mapping[str, Any], ...]
     goodput: float | None
     starts: int
@@ -125,7 +125,7 @@ class Watched:
         self._tails: dict[Path, tuple[int, list[dict[str, Any]]]] = {}
         """The ends of files, with the sizes at which they were read."""
 
-    def read(self, now: float | None = None, lanes: int = 0) -> Present:
+    def read(self, now: float | None = None, lanes: int = 0) -> RunView:
         """The run at this moment. now: seconds since 1970. lanes: of how many processes, the worst first, the last events are read."""
         if self.update is not None and time.monotonic() - self._updated > UPDATE_SECONDS:
             # The store may fail for a while; what is there gets older then.
@@ -138,7 +138,7 @@ class Watched:
         found = [read_member(status, process, now, self._late) for process, status in statuses.items()]
         members = with_stragglers([member for member in found if member is not None])
         launcher = read_status(self.folder, LAUNCHER) or {}
-        return Present(
+        return RunView(
             name=clean(self.folder.resolve().name, 40),
             now=now,
             members=tuple(members),
@@ -156,7 +156,7 @@ class Watched:
         return (*self._events(process, _LANE_BYTES), *filter(None, [unfinished]))
 
     def _of_events(self, now: float) -> dict[str, Any]:
-        """The fields of `Present` that follow from the events of the first process."""
+        """The fields of `RunView` that follow from the events of the first process."""
         path = events_file(self.folder, 0)
         size = path.stat().st_size if path.is_file() else 0
         at, before, known = self._accounts
