@@ -1,8 +1,9 @@
-"""The process in which chat templates run: `python sandbox.py SECONDS`, started by `template.py`. It imports jinja2 and nothing of jgt.
+"""The processes in which chat templates run: `python sandbox.py`, started by `template.py`. It imports jinja2 and nothing of jgt.
 
 A template is a stranger's program. Jinja's sandbox keeps it from everything but its arguments, and has no limits of time and memory: a
-product of two numbers may fill any machine. So this process limits its own memory, and the system ends it when a template has used up its
-time. Each line on stdin is a request, and has one line as its answer: an object with the text, or with the reason why there is none.
+product of two numbers may fill any machine. So this process limits its memory and forks another one, which answers. The system ends that
+one when a template has used up its time, and the next one is there in a few milliseconds. Each line on stdin is a request, and has one line
+as its answer: an object with the text, or with the reason why there is none.
 
 Time is CPU time, so that a busy machine changes nothing. A template has some seconds for a start, and earns more with each request and the
 length of its messages: a slow one cannot take a second for each of a million chats.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
 import signal
 import sys
@@ -23,6 +25,8 @@ import jinja2.sandbox
 
 _MEMORY = 1 << 30
 """The bytes of this process, at most."""
+_FIRST, _AGAIN = 1.0, 0.05
+"""Seconds that templates may take at first, and once one has taken too long: rows are many."""
 _MOST, _EACH, _PER_BYTE = 2.0, 0.02, 1e-6
 """Seconds that a template can have saved, and that a request and a byte of it bring."""
 _MAX_TEXT, _TEXTS = 1 << 20, 16
@@ -34,14 +38,34 @@ def main() -> None:
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    environment, programs, left = _environment(), dict[int, jinja2.Template](), float(sys.argv[1])
+    environment, left = _environment(), _FIRST
+    while child := os.fork():
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            return
+        late = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
+        why = "it takes too long" if late else f"it needs too much memory (exit code {os.waitstatus_to_exitcode(status)})"
+        # The next process knows no template.
+        _say(json.dumps({"why": why, "is_new": True}).encode())
+        left = _AGAIN
+    _answer_all(environment, left)
+
+
+def _answer_all(environment: jinja2.Environment, left: float) -> None:
+    """Answers until stdin ends. left: the seconds that templates may take beside those that requests bring."""
+    programs = dict[int, jinja2.Template]()
+    # Requests come one at a time. No buffer holds one back that is for the next process.
     for line in sys.stdin.buffer:
         # Its signal ends the process, also within one long operation of Python's own.
         signal.setitimer(signal.ITIMER_PROF, min(_MOST, left + _EACH + _PER_BYTE * len(line)))
         answer = _answer(environment, programs, line)
         left = signal.setitimer(signal.ITIMER_PROF, 0)[0]
-        sys.stdout.buffer.write(answer + b"\n")
-        sys.stdout.buffer.flush()
+        _say(answer)
+
+
+def _say(answer: bytes) -> None:
+    sys.stdout.buffer.write(answer + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def _answer(environment: jinja2.Environment, programs: dict[int, jinja2.Template], line: bytes) -> bytes:

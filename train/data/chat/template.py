@@ -43,8 +43,6 @@ Spans = list[tuple[int, int]]
 """Parts of a text: the characters that they begin at and end before."""
 
 _MAX_BYTES = 1 << 25
-_FIRST, _AGAIN = 1.0, 0.1
-"""Seconds that templates may take at first, and once one has taken too long: rows are many."""
 _MARK = re.compile(r"(\{%[-+]?\s*)(end)?generation(?=\s*[-+]?%\})")
 _BESIDE, TOOL_TEMPLATE = ("chat_template", "tokenizer_config"), "additional_chat_templates/tool_use.jinja"
 _PROBE = "A text of no chat"
@@ -177,12 +175,11 @@ def _with_thought(message: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Sandbox:
-    """The process in which all templates of this process run. It is started by the first one, and again after one that has ended it."""
+    """The process in which all templates of this process run. It is started by the first one."""
 
     def __init__(self):
         self._process: subprocess.Popen[bytes] | None = None
         self._programs: dict[str, int] = {}
-        self._seconds = _FIRST
         # Requests are answered in several threads.
         self._lock = threading.Lock()
 
@@ -202,7 +199,7 @@ class _Sandbox:
             return {"why": str(error)}
         if self._process is None:
             # A session of its own: Ctrl-C lets a run finish its step, which may need a template.
-            command, pipe = [sys.executable, "-P", str(Path(__file__).with_name("sandbox.py")), str(self._seconds)], subprocess.PIPE
+            command, pipe = [sys.executable, "-P", str(Path(__file__).with_name("sandbox.py"))], subprocess.PIPE
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True)
         line, code = b"", None
         try:
@@ -213,17 +210,24 @@ class _Sandbox:
         finally:
             # Also after Ctrl-C: its answer would be taken for that of the next request.
             if not line.endswith(b"\n"):
-                code, self._seconds = self.end(), _AGAIN
-        if code is None:
-            return json.loads(line)
-        return {"why": "it takes too long" if code == -signal.SIGPROF else f"it needs too much memory (exit code {code})"}
+                code = self.end()
+        if code is not None:
+            return {"why": f"its process has ended (exit code {code})"}
+        answer = json.loads(line)
+        if "is_new" in answer:
+            self._programs = {}
+        return answer
 
     def end(self) -> int | None:
-        """Ends the process. Returns its exit code; None if there is none."""
+        """Ends the process and the one that it has forked. Returns its exit code; None if there is none."""
         process, self._process, self._programs = self._process, None, {}
         if process is not None:
-            process.kill()
-            process.communicate()
+            try:
+                # Both end where stdin ends, unless a template runs.
+                process.communicate(timeout=1)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
         return process and process.returncode
 
 
