@@ -62,8 +62,7 @@ _is_off: ContextVar[bool] = ContextVar("faults are not avoided", default=False)
 @contextlib.contextmanager
 def avoided_faults() -> Iterator[list[Avoided]]:
     """Collects the operations that get another layout in the programs that are compiled inside."""
-    avoided: list[Avoided] = []
-    token = _collected.set(avoided)
+    token = _collected.set(avoided := list[Avoided]())
     try:
         yield avoided
     finally:
@@ -116,7 +115,8 @@ def without_faults(module: ir.Module, platform: str) -> ir.Module:
     """The module itself, or a copy in which no operation is one that XLA is known to compute wrongly on a platform (`cpu`, `gpu`).
 
     First operations get other forms (`mends.py`), then other layouts. In a copy with other layouts, all matmuls, windows and gathers are
-    constrained, the right ones to the layouts that they have anyway: Shardy might choose others for them in the new program.
+    constrained, the right ones to the layouts that they have anyway: Shardy might choose others for them in the new program. Convolutions
+    always are: XLA simplifies a program before it asks Shardy, which may choose other layouts for them, too, and wrong ones.
     """
     with module.context, ir.Location.unknown():
         if not may_have_faults(module, platform):
@@ -127,7 +127,9 @@ def without_faults(module: ir.Module, platform: str) -> ir.Module:
             avoided += _mend(module, mended)
             placed = Placed.of(module)
         layouts = placed.layouts()
-        if any(layout.given != layout.better for layout in layouts):
+        if all(layout.given == layout.better for layout in layouts):
+            layouts = [layout for layout in layouts if layout.name == "stablehlo.convolution"]
+        if layouts:
             module = module if mended else _copy(module)
             avoided += _constrain(module, layouts)
     if (collected := _collected.get()) is not None:
@@ -144,8 +146,7 @@ def _copy(module: ir.Module) -> ir.Module:
 
 
 def _mend(module: ir.Module, mended: Sequence[MendedOperation]) -> list[Avoided]:
-    ops = readable(module)
-    avoided: list[Avoided] = []
+    ops, avoided = readable(module), list[Avoided]()
     for found in mended:
         op, mend = ops[found.number], found.mend
         name = _name_of(op)
@@ -157,11 +158,9 @@ def _mend(module: ir.Module, mended: Sequence[MendedOperation]) -> list[Avoided]
 
 def _constrain(module: ir.Module, layouts: Sequence[OperationLayout]) -> list[Avoided]:
     """Puts constraints around operations. What reads a result that has another layout now finds it as it was."""
-    ops = readable(module)
-    avoided: list[Avoided] = []
+    ops, avoided = readable(module), list[Avoided]()
     for layout in layouts:
-        op = ops[layout.number]
-        name = _name_of(op)
+        name = _name_of(op := ops[layout.number])
         if layout.given != layout.better:
             avoided.append(Avoided(name=name, line=_line_of(op), before=layout_text(layout.given), after=layout_text(layout.better)))
         with ir.Location.name(f"{name}/{MARK}", childLoc=op.location):

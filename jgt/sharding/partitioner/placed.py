@@ -28,10 +28,11 @@ from jgt.sharding.partitioner.shardy import (
 class OperationLayout:
     """The layouts of an operation's arrays, as Shardy chooses them and as they should be.
 
-    number: its number among the operations that are read. arrays: the numbers of the arrays among its operands and results.
+    number, name: its number among the operations that are read, and its kind. arrays: numbers among its operands and results.
     """
 
     number: int
+    name: str
     arrays: tuple[int, ...]
     given: tuple[Splits, ...]
     better: tuple[Splits, ...]
@@ -100,7 +101,9 @@ class Placed:
                     given, grid, mesh = read
                     better = better_layouts(dims, given, [type_shape(value) for value in values], grid)
                     number = _number_of(op)
-                    found.append(OperationLayout(number=number, arrays=dims.arrays, given=given, better=better, grid=grid, mesh=mesh))
+                    found.append(
+                        OperationLayout(number=number, name=op.name, arrays=dims.arrays, given=given, better=better, grid=grid, mesh=mesh)
+                    )
         return found
 
     def mended(self, platform: str) -> list[MendedOperation]:

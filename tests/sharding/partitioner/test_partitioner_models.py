@@ -58,6 +58,28 @@ def test_a_transposed_convolution_under_a_rule_for_cotangents():
     assert any("conv_general_dilated" in avoided.name for avoided in found.avoided)
 
 
+def test_a_convolution_has_the_layout_that_was_read():
+    """XLA simplifies the sum of the gradients first, and Shardy then splits what the gradient of the kernel is computed from."""
+
+    def convolved(kernel, x):
+        with context("conv"):
+            return jnp.convolve(x, kernel[:3], mode="valid"), kernel[0], tensor(jnp.outer(kernel, x) @ kernel, "product")
+
+    def gradients(fn, arrays, cotangents):
+        return jax.vjp(fn, *arrays)[1](cotangents)
+
+    rules = {"signals": {"conv": {"tensors": {"product": [["a", "b"]]}}}, "default": "replicate"}
+    sharded = jgt.shard(convolved, rules, jgt.make_mesh({"a": 2, "b": 2, "c": 2}))
+    arrays = noise((16,), 0), noise((16,), 1)
+    args = arrays, (noise((14,), 2), noise((), 3), noise((16,), 4))
+    expected = gradients(convolved, *args)
+    with with_faults():
+        found = jax.jit(lambda *args: gradients(sharded, *args))(*args)
+    assert not np.allclose(found[0], expected[0], atol=1e-3)
+    found = jax.jit(lambda *args: gradients(sharded, *args))(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-4), found, expected)
+
+
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
