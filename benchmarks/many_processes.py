@@ -29,13 +29,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.harness import FailedError, make_parser, report, table
 from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.config import CheckpointConfig
 from train.processes.cluster import Cluster
 from train.processes.config import WatchdogConfig
 from train.processes.connect import start_jax
 from train.processes.join import Membership
 from train.processes.processes import barrier, exit_if_distributed, shared_store, true_on_all_processes
 from train.processes.watch import Watch
-from train.settings.sections import CheckpointConfig
 from train.step.state import State
 
 _ARRAYS = 16

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.harness import make_parser, report, spread, turns
 from train.checkpoint.checkpoint import Checkpoints
-from train.settings.sections import CheckpointConfig
+from train.checkpoint.config import CheckpointConfig
 from train.step.state import State
 
 _ARRAYS = 24

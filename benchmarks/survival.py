@@ -24,11 +24,11 @@ from benchmarks.harness import interleave, make_parser, ratios, report, spread
 from benchmarks.measure import Stepper
 from train.checkpoint import checkpoint
 from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.config import CheckpointConfig
 from train.config import load
 from train.processes.config import WatchdogConfig
 from train.processes.watch import Watch
 from train.run.opened import open_run
-from train.settings.sections import CheckpointConfig
 from train.setup.feed import Feed
 from train.step.state import State
 

@@ -13,9 +13,9 @@ from hostile import Trap, assert_lines, content, diagonal, make_socket, read_ste
 
 from train.checkpoint import manifest
 from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.config import CheckpointConfig
 from train.checkpoint.saved import find_checkpoint
 from train.checkpoint.steps import Steps
-from train.settings.sections import CheckpointConfig
 from train.step.state import State
 
 TEN_THOUSAND_FILES = [{"path": f"{i}", "size": 1, "crc32": 1} for i in range(10_000)]

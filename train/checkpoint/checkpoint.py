@@ -27,8 +27,8 @@ from ..files.disk import DiskError, describe
 from ..files.ends import EndError
 from ..files.streams import say
 from ..processes.processes import number_of_first_process, true_on_all_processes
-from ..settings.sections import CheckpointConfig
 from ..step.state import State
+from .config import CheckpointConfig
 from .files import FilesWriter
 from .listing import Base, Kept, Manifest
 from .restore import first_line

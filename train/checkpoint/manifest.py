@@ -27,7 +27,7 @@ from jgt.document import shown
 
 from ..files.disk import kind, patiently, replaced, sync
 from ..files.json_text import NestedError, json_value
-from ..settings.sections import MAX_BATCH
+from ..settings.numbers import MAX_BATCH
 from .listing import FORMAT, ArrayEntry, Base, FileEntry, Kept, Manifest, ObjectsEntry
 from .signature import FIELD, Key
 

@@ -31,8 +31,8 @@ from ..run.identity import Resume, check_data
 from ..run.load import load_model
 from ..run.opened import opened_data
 from ..settings.command_line import add_model, whole_number
+from ..settings.packages import is_installed
 from ..settings.sampling import EvalConfig
-from ..settings.sections import is_installed
 from ..setup.feed import Feed
 
 _NATS = "nats per token"

@@ -9,24 +9,16 @@ from jgt import PipelineConfig, Rules
 from jgt.document import Node, path_problem
 from jgt.planner import Budget
 
+from ..checkpoint.config import CheckpointConfig
 from ..data.config import DataConfig, OwnData
 from ..models.config import ModelConfig, OwnModel
 from ..processes.config import WatchdogConfig
 from ..settings.code.files import Code
 from ..settings.code.names import is_name
+from ..settings.packages import LoggerName
 from ..settings.sampling import EvalConfig, GenerateConfig, SampleConfig
-from ..settings.sections import (
-    OTHER_WORDS,
-    AlertsConfig,
-    CheckpointConfig,
-    DebugConfig,
-    DevicesConfig,
-    HookConfig,
-    LoggerName,
-    RunConfig,
-    TrainConfig,
-    XlaConfig,
-)
+from ..settings.sections import OTHER_WORDS, AlertsConfig, DebugConfig, DevicesConfig, HookConfig, RunConfig, XlaConfig
+from ..settings.training import TrainConfig
 from ..step.config import OptimizerConfig, OwnOptimizer
 from ..step.sync.config import SyncConfig
 from ..weights.adapt.config import LoraConfig

@@ -24,7 +24,8 @@ from ..data.config import OwnData
 from ..data.paths import path_problems
 from ..settings.code.files import Code, read_code
 from ..settings.code.names import object_name
-from ..settings.sections import AlertsConfig, HookConfig, logger_problem, missing_loggers
+from ..settings.packages import logger_problem, missing_loggers
+from ..settings.sections import AlertsConfig, HookConfig
 from ..step.sync.config import SyncConfig
 from ..weights.adapt.config import LoraConfig
 from ..weights.adapters import with_adapter

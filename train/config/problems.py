@@ -10,7 +10,7 @@ from jgt.document import InputError
 from ..data.config import OwnData
 from ..models.config import ModelConfig
 from ..settings.code.names import is_name, name_problem
-from ..settings.sections import PAIRED, TrainConfig
+from ..settings.training import PAIRED, TrainConfig
 from .config import OWN, Run
 from .sync import sync_problems
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 from jgt.document import InputError, path_problem
 
 from ..files.bucket import is_url
-from ..settings.sections import is_installed
+from ..settings.packages import is_installed
 from .chat.keys import CHATS
 from .config import BYTES, SUFFIXES, DataConfig, MixturePart, OwnData, Problem
 from .files import Finder, standard_library

@@ -32,7 +32,7 @@ from ..data.batches import Data
 from ..files.disk import open_file, write_whole
 from ..files.streams import say
 from ..processes.processes import this_process, true_on_all_processes
-from ..settings.sections import DPO
+from ..settings.training import DPO
 from ..setup import Setup
 from ..step.preference import REFERENCE
 from ..step.state import State

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from jgt.document import Bound
 
-from ..settings.sections import Positive
+from ..settings.numbers import Positive
 
 Length = Annotated[int, Bound(low=1, high=100_000_000)]
 LayerNumber = Annotated[int, Bound(low=0, high=9_999)]

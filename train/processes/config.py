@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..settings.sections import Seconds
+from ..settings.numbers import Seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from ..files.ends import EndError
 from ..files.streams import say
 from ..models.experts.balance import EXPERT_LOAD
 from ..processes.compiled import finish_trial
-from ..settings.sections import TrainConfig
+from ..settings.training import TrainConfig
 from ..setup import Setup
 from ..step.optimizer import learning_rate
 from ..step.sync.phases import fetch_metrics

@@ -24,7 +24,7 @@ from ..journal.rows import LOADS
 from ..journal.sink import AppendedFile, Sink
 from ..journal.status import events_file, left_open
 from ..journal.timeline import OTHER, Timeline
-from ..settings.sections import missing_loggers
+from ..settings.packages import missing_loggers
 from .loggers import CsvFile, JsonLines, Logger
 from .media import Histogram, Image, Medium
 from .services import MlflowClient, Service, WandbClient
@@ -35,7 +35,7 @@ def open_loggers(names: Sequence[str] | None, folder: Path, name: str, config: C
     """The loggers of these names. None: TensorBoard's if it is installed. name, config: the run's, for services.
 
     metrics.jsonl is not among them: it is always written, because resuming, replaying and reports read it. A logger that the `log:` section
-    names and that is not installed is an error before the run starts (`train.settings.sections.missing_loggers`).
+    names and that is not installed is an error before the run starts (`train.settings.packages.missing_loggers`).
     """
     make: dict[str, Callable[[], Logger]] = {
         "tensorboard": lambda: Board(folder / "tensorboard"),

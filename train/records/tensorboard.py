@@ -39,7 +39,7 @@ try:
     _Event, _Summary, _SessionLog = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
     _Histogram, _Metadata, _Tensor = summary_pb2.HistogramProto, summary_pb2.SummaryMetadata, tensor_pb2.TensorProto
 except ImportError:
-    # `train.settings.sections.missing_loggers` has checked that it is installed for whoever makes a Board.
+    # `train.settings.packages.missing_loggers` has checked that it is installed for whoever makes a Board.
     pass
 
 _PREFIX = "events.out.tfevents."

@@ -25,7 +25,7 @@ from ..config import Run
 from ..files.bucket import bucket_problem, is_url, path_or_url
 from ..files.disk import DiskError, describe
 from ..settings.code.files import COPY, read_code
-from ..settings.sections import DPO
+from ..settings.training import DPO
 from .folder import CONFIG, DATA, fill_folder, place_problems
 
 FIXED = ("model", "data", "run.seed", "lora", "optimizer.name", "optimizer.train", "code")

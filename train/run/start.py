@@ -36,7 +36,7 @@ from ..files.cache import local_folder
 from ..files.streams import say
 from ..models.config import ModelConfig
 from ..settings.formats import duration_text
-from ..settings.sections import DPO
+from ..settings.training import DPO
 from ..setup import Setup
 from ..setup.published import published_params
 from ..step.state import State, digest_of_arrays

@@ -9,7 +9,8 @@ from typing import Annotated
 
 from jgt.document import Bound, LocalPath
 
-from .sections import BatchSize, Count, Fraction, Natural, NotNegative, Positive, is_installed
+from .numbers import BatchSize, Count, Fraction, Natural, NotNegative, Positive
+from .packages import is_installed
 
 _Share = Annotated[float, Bound(above=0, high=1)]
 

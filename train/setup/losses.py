@@ -14,7 +14,7 @@ from ..models.config import ModelConfig, OwnModel
 from ..models.model import Model
 from ..settings.code.files import Code
 from ..settings.code.names import load_object
-from ..settings.sections import DPO, PAIRED, TrainConfig
+from ..settings.training import DPO, PAIRED, TrainConfig
 from ..step.config import OptimizerConfig, OwnOptimizer
 from ..step.loss import loss_of_logits, make_loss, num_chunks
 from ..step.objective import Loss, ShardedLoss, checked_loss, mode_of, own_objective, token_objective

@@ -23,7 +23,7 @@ from ..config import Run, batch_problems, replica_problems
 from ..models.config import OwnModel
 from ..models.linear import compute_type
 from ..settings.code.files import Code
-from ..settings.sections import TrainConfig
+from ..settings.training import TrainConfig
 from ..step.config import OptimizerConfig, OwnOptimizer
 from ..step.gradients import GradientSum
 from ..step.objective import Objective, problem_of_parts

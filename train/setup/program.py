@@ -28,7 +28,7 @@ from ..models.linear import compute_type
 from ..models.model import Model, Terms, of_flax, places_taken
 from ..settings.code.files import Code
 from ..settings.code.names import load_callable
-from ..settings.sections import DPO, PAIRED
+from ..settings.training import DPO, PAIRED
 from ..step.loss import token_places
 from ..step.objective import ShardedLoss, check_results, mode_of, own_objective, reported
 from ..step.preference import REFERENCE

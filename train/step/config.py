@@ -9,7 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from jgt.document import Node
 
 from ..settings.code.names import OR_OWN, is_name
-from ..settings.sections import OTHER_WORDS, Fraction, Natural, NotNegative, Positive
+from ..settings.numbers import Fraction, Natural, NotNegative, Positive
+from ..settings.sections import OTHER_WORDS
 
 MAX_BF16_DECAY = 0.99
 """The slowest decay of a moment that is stored in bf16: 1 - 0.99 is more than twice the 2^-8 that rounding may take away."""

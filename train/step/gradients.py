@@ -21,9 +21,9 @@ import jax.numpy as jnp
 
 from jgt import Replicas, signal
 
-from ..settings.sections import Wire
 from .objective import Arrays, Objective, Part
 from .state import Tree
+from .sync.config import Wire
 
 _Sums = TypeVar("_Sums")
 

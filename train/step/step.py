@@ -18,7 +18,7 @@ import optax
 
 from jgt import signal
 
-from ..settings.sections import SpikesConfig
+from ..settings.training import SpikesConfig
 from .gradients import GradientSum
 from .objective import Arrays, Objective, mean_of_parts, with_weight
 from .optimizer import MakeOptimizer, Settings

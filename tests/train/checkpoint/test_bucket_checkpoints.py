@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgt.document import InputError
 from train.checkpoint.bucket_steps import seal
 from train.checkpoint.checkpoint import Checkpoints, SaveError
+from train.checkpoint.config import CheckpointConfig
 from train.checkpoint.objects import piece_shape
 from train.checkpoint.pieces import pieces
 from train.checkpoint.restore import restore
@@ -25,7 +26,6 @@ from train.checkpoint.saved import UnusableError, find_checkpoint, stored_data
 from train.checkpoint.steps import open_steps
 from train.files.bucket import Bucket, StoreError
 from train.files.disk import DiskError
-from train.settings.sections import CheckpointConfig
 from train.step.state import State
 
 SPECS = [PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "data"), PartitionSpec("tensor", "data")]

@@ -19,10 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jgt.document import InputError
 from train.checkpoint import manifest, steps
 from train.checkpoint.checkpoint import Checkpoints, SaveError
+from train.checkpoint.config import CheckpointConfig
 from train.checkpoint.manifest import BrokenError
 from train.checkpoint.restore import restore, restore_params
 from train.checkpoint.saved import find_checkpoint
-from train.settings.sections import CheckpointConfig
 from train.step.state import State
 
 

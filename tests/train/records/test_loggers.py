@@ -15,7 +15,7 @@ from train.records import services
 from train.records.media import Histogram, Image
 from train.records.records import Records, open_loggers
 from train.run.train import train
-from train.settings import sections
+from train.settings.packages import is_installed
 
 CONFIG = {"train": {"steps": 3}, "log": ["jsonl"]}
 
@@ -24,7 +24,7 @@ CONFIG = {"train": {"steps": 3}, "log": ["jsonl"]}
 def installed(monkeypatch):
     """Makes packages installed, or not."""
     packages = {"tensorboardX"}
-    monkeypatch.setattr(sections, "is_installed", lambda package: package in packages)
+    monkeypatch.setattr("train.settings.packages.is_installed", lambda package: package in packages)
     return packages
 
 
@@ -134,8 +134,8 @@ def test_a_logger_that_does_not_exist_is_refused(tiny_file):
 def test_a_folder_of_the_name_is_no_package(tmp_path, monkeypatch):
     (tmp_path / "nosuchlogger").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
-    assert not sections.is_installed("nosuchlogger")
-    assert sections.is_installed("json")
+    assert not is_installed("nosuchlogger")
+    assert is_installed("json")
 
 
 # -- csv -----------------------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ import pytest
 from checkpoints import newest_of
 
 from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.config import CheckpointConfig
 from train.checkpoint.steps import FOLDER
 from train.run.faults import Faults, InjectedError
-from train.settings.sections import CheckpointConfig, Fault
+from train.settings.sections import Fault
 from train.step.state import State
 
 BATCH = {"inputs": jnp.arange(12).reshape(4, 3), "weights": jnp.ones((4, 3))}

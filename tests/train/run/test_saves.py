@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from train.checkpoint.checkpoint import Checkpoints, SaveError
+from train.checkpoint.config import CheckpointConfig
 from train.checkpoint.saved import find_checkpoint
 from train.checkpoint.steps import Steps
 from train.records.progress import SkippedError
@@ -20,7 +21,6 @@ from train.run.restored import restore_state
 from train.run.saves import Saves
 from train.run.start import Position
 from train.run.train import train
-from train.settings.sections import CheckpointConfig
 from train.setup.feed import Feed
 
 BAD = 5

@@ -13,7 +13,7 @@ from train.checkpoint.restore import restore
 from train.records.progress import SkippedError, StepResult, UpdateGuard
 from train.run.restored import restore_state
 from train.run.train import train
-from train.settings.sections import SpikesConfig, TrainConfig
+from train.settings.training import SpikesConfig, TrainConfig
 from train.setup import prepare
 from train.setup.feed import Feed
 from train.step.state import State

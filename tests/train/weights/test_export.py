@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jgt
 from jgt.document import InputError, Node, bind
 from train.checkpoint.checkpoint import Checkpoints
+from train.checkpoint.config import CheckpointConfig
 from train.checkpoint.pieces import pieces
 from train.checkpoint.restore import restore_params
 from train.checkpoint.saved import SavedStep, UnusableError
@@ -28,7 +29,6 @@ from train.export.write import write_export
 from train.models.config import ModelConfig
 from train.models.decoder import build
 from train.run.train import train
-from train.settings.sections import CheckpointConfig
 from train.step.state import State
 from train.weights.described import published
 from train.weights.describing import described_as_family, differences

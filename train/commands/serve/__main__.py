@@ -12,7 +12,7 @@ from jgt import CommandParser
 from jgt.document import InputError
 
 from ...settings.command_line import add_model, read_token, whole_number
-from ...settings.sections import is_installed
+from ...settings.packages import is_installed
 
 _PACKAGES = ("starlette", "uvicorn", "jinja2")
 

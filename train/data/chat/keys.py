@@ -8,7 +8,7 @@ from typing import Literal
 
 from jgt.document import LocalPath, path_problem
 
-from ...settings.sections import is_installed
+from ...settings.packages import is_installed
 
 CHATS = ("chat", "preferences")
 """The sources whose rows are written with a chat template."""

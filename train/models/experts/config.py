@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from jgt.document import Bound
 
-from ...settings.sections import NotNegative
+from ...settings.numbers import NotNegative
 
 Experts = Annotated[int, Bound(low=1, high=100_000)]
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from jgt.document import Bound
 
-from ...settings.sections import Count, Fraction, Positive, Wire
+from ...settings.numbers import Count, Fraction, Positive
+
+Wire = Literal["f32", "bf16", "int8"]
+"""The type in which numbers travel over a slow axis."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from typing import Annotated
 from jgt.document import Bound
 
 from ...files.bucket import PathOrUrl
-from ...settings.sections import OTHER_WORDS, Positive
+from ...settings.numbers import Positive
+from ...settings.sections import OTHER_WORDS
 
 
 @dataclass(frozen=True, kw_only=True)
