@@ -172,7 +172,7 @@ class ModelConfig(Options):
                     "heads",
                     f"embed {self.embed} / heads {self.heads} is {self.head_size}, but RoPE needs an even size of heads. {remedy}",
                 )
-        yield from self.option_problems(self.layers, self.head_size)
+        yield from self.option_problems(self.layers, self.head_size, self.seq)
         if self.experts is not None:
             yield from self._expert_problems(self.experts)
 

@@ -24,23 +24,32 @@ class RopeScaling:
     """`model.rope_scaling`: slower rotary frequencies, for sequences that are longer than those of the first training.
 
     kind: linear: all frequencies are divided by `factor` (arXiv 2306.15595). llama3: only the slow ones (arXiv 2407.21783). longrope: each
-    one by a divisor of its own (arXiv 2402.13753).
+    one by a divisor of its own (arXiv 2402.13753). yarn: the slow ones, and in part those between (arXiv 2309.00071). dynamic: none, up to
+    the original length, which no sequence may exceed.
     factor: the divisor; longrope: the length of sequences over the original length.
     low: llama3 divides frequencies that turn less often than this in the original length.
     high: llama3 keeps frequencies that turn more often than this, and divides those between in part.
     original: the length of sequences in the first training.
     short: longrope's divisors for sequences up to the original length.
     long: longrope's divisors for longer sequences.
-    magnitude: a factor of rotated queries and keys; null: longrope's follows from `factor`, others have none.
+    fast: yarn keeps frequencies that turn more often than this in the original length.
+    slow: yarn divides frequencies that turn less often than this in the original length, and those between in part.
+    truncate: whether yarn rounds the numbers of the first and the last frequency between to whole ones, away from each other.
+    query_growth: yarn's factor of queries is 1 + this · ln(1 + position / `original`), of the quotient without its fraction; null: none.
+    magnitude: a factor of rotated queries and keys; null: those of longrope and yarn follow from `factor`, others have none.
     """
 
-    kind: Literal["linear", "llama3", "longrope"] = "linear"
+    kind: Literal["linear", "llama3", "longrope", "yarn", "dynamic"] = "linear"
     factor: Positive = 1.0
     low: Positive = 1.0
     high: Positive = 4.0
     original: Length = 8192
     short: tuple[Positive, ...] = ()
     long: tuple[Positive, ...] = ()
+    fast: Positive = 32.0
+    slow: Positive = 1.0
+    truncate: bool = True
+    query_growth: Positive | None = None
     magnitude: Positive | None = None
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -52,12 +61,16 @@ class RopeScaling:
             yield "kind", "longrope needs the divisors short and long"
         if self.kind == "llama3" and not self.low < self.high:
             yield "high", f"{self.high} is not above low {self.low}"
+        if self.kind == "yarn" and not self.slow < self.fast:
+            yield "fast", f"{self.fast} is not above slow {self.slow}"
 
 
 _KEYS = {
     "linear": ("kind", "factor", "magnitude"),
     "llama3": ("kind", "factor", "low", "high", "original", "magnitude"),
     "longrope": ("kind", "factor", "original", "short", "long", "magnitude"),
+    "yarn": ("kind", "factor", "original", "fast", "slow", "truncate", "query_growth", "magnitude"),
+    "dynamic": ("kind", "factor", "original"),
 }
 
 
@@ -114,9 +127,11 @@ class Options:
     residual_scale: Positive = 1.0
     logits_scale: Positive = 1.0
 
-    def option_problems(self, layers: int, head_size: int) -> Iterator[tuple[str, str]]:
-        """Options that do not fit each other, these layers or heads of this size."""
+    def option_problems(self, layers: int, head_size: int, seq: int) -> Iterator[tuple[str, str]]:
+        """Options that do not fit each other, these layers, heads of this size or sequences of this length."""
         yield from self._rope_problems(int(head_size * self.rope_share))
+        if self.rope_scaling is not None:
+            yield from self._scaling_problems(self.rope_scaling, int(head_size * self.rope_share), seq)
         for name in ("unrotated_layers", "full_layers"):
             beyond = [n for n in getattr(self, name) if n >= layers]
             if beyond:
@@ -132,10 +147,19 @@ class Options:
         """rotated: the number of rotated elements of a head."""
         if self.positions == "rotary" and self.rope_share < 1 and rotated % 2:
             yield "rope_share", f"RoPE rotates pairs, but {self.rope_share} of a head is the odd number {rotated}. Use an even number"
-        scaling = self.rope_scaling
-        if scaling is not None and self.positions != "rotary":
+
+    def _scaling_problems(self, scaling: RopeScaling, rotated: int, seq: int) -> Iterator[tuple[str, str]]:
+        if self.positions != "rotary":
             yield "rope_scaling", "only rotary positions are scaled. Leave it out, or use positions: rotary"
-        if scaling is not None and scaling.kind == "longrope":
+        if scaling.kind == "longrope":
             counts = {len(scaling.short), len(scaling.long)}
             if counts != {rotated // 2}:
                 yield "rope_scaling", f"short and long need {rotated // 2} divisors each, one for each rotary frequency"
+        if scaling.kind == "yarn" and self.rope_theta <= 1:
+            yield (
+                "rope_theta",
+                f"yarn tells frequencies by their speed, but with {self.rope_theta} none is slower than the first. Use more than 1",
+            )
+        if scaling.kind == "dynamic" and seq > scaling.original:
+            why = f"the frequencies of dynamic change with each token beyond the original length {scaling.original}, which jgt does not do"
+            yield "seq", f"{why}. Use {scaling.original} at most, or another kind of rope_scaling"

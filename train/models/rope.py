@@ -53,14 +53,28 @@ def _frequencies(options: Options, half: int, length: int | jax.Array, is_full: 
     exponents = -jnp.arange(half, dtype=jnp.float32) / half
     frequency, magnitude = options.rope_theta**exponents, 1.0
     if options.rope_scaling is not None:
-        frequency, magnitude = _scaled(frequency, options.rope_scaling, length)
+        frequency, magnitude = _scaled(frequency, options.rope_scaling, options.rope_theta, length)
     if options.window_theta is not None:
         # Windows are short, so theirs are not scaled.
         frequency = jnp.where(is_full, frequency, jnp.broadcast_to(options.window_theta**exponents, frequency.shape))
     return frequency, magnitude
 
 
-def _scaled(frequency: jax.Array, scaling: RopeScaling, length: int | jax.Array) -> tuple[jax.Array, float]:
+def grown(q: jax.Array, scaling: RopeScaling | None, rows: Rows) -> jax.Array:
+    """Queries [b, s, n, h] with the factor that grows with their position, where the model has one."""
+    if scaling is None or scaling.query_growth is None:
+        return q
+    placed = rows.in_documents(q.shape[1])
+    placed = jnp.arange(q.shape[1])[None, :] if placed is None else placed
+    factor = 1 + scaling.query_growth * jnp.log1p((placed // scaling.original).astype(jnp.float32))
+    return q * factor[:, :, None, None].astype(q.dtype)
+
+
+def _scaled(frequency: jax.Array, scaling: RopeScaling, theta: float, length: int | jax.Array) -> tuple[jax.Array, float]:
+    if scaling.kind == "dynamic":
+        return frequency, 1.0
+    if scaling.kind == "yarn":
+        return _yarn(frequency, scaling, theta)
     if scaling.kind == "linear":
         return frequency / scaling.factor, scaling.magnitude or 1.0
     if scaling.kind == "llama3":
@@ -76,3 +90,16 @@ def _scaled(frequency: jax.Array, scaling: RopeScaling, length: int | jax.Array)
         divisors = jnp.where(is_long, long, short)
     usual = 1.0 if scaling.factor <= 1 else math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original))
     return jnp.broadcast_to(frequency, divisors.shape) / divisors, scaling.magnitude or usual
+
+
+def _yarn(frequency: jax.Array, scaling: RopeScaling, theta: float) -> tuple[jax.Array, float]:
+    half = frequency.shape[0]
+    # The numbers, with fractions, of the frequencies that turn `fast` and `slow` times in the original length.
+    low, high = (half * math.log(scaling.original / (turns * 2 * math.pi)) / math.log(theta) for turns in (scaling.fast, scaling.slow))
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    # 1 for a frequency that is divided, 0 for one that is kept.
+    divided = jnp.clip((jnp.arange(half, dtype=jnp.float32) - low) / (high - low or 1e-3), 0.0, 1.0)
+    usual = 0.1 * math.log(max(scaling.factor, 1.0)) + 1
+    return frequency * (1 - divided) + frequency / scaling.factor * divided, scaling.magnitude or usual

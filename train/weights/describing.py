@@ -159,8 +159,9 @@ def _written(c: ModelConfig) -> dict[str, Any]:
 def _scaling(scaling: RopeScaling) -> dict[str, Any]:
     names = {"factor": "factor", "low": "low_freq_factor", "high": "high_freq_factor", "original": "original_max_position_embeddings"}
     names |= {"short": "short_factor", "long": "long_factor", "magnitude": "attention_factor"}
+    names |= {"fast": "beta_fast", "slow": "beta_slow", "truncate": "truncate", "query_growth": "llama_4_scaling_beta"}
     default = RopeScaling()
-    told = {"llama3": ("low", "high", "original"), "longrope": ("original",), "linear": ()}[scaling.kind]
+    told = {"llama3": ("low", "high", "original"), "longrope": ("original",), "yarn": ("original",)}.get(scaling.kind, ())
     given = {name: getattr(scaling, name) for name in names}
     kept = {name: value for name, value in given.items() if name in ("factor", *told) or value != getattr(default, name)}
     values = {names[name]: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}

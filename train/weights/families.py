@@ -36,6 +36,24 @@ def _mistral(k: Any, *, size: int | None = None, **defaults: Any) -> dict[str, A
     return {**shared(k, **defaults), **windowed_everywhere(k, k.unless_absent("sliding_window", size))}
 
 
+def _ministral3(k: Any) -> dict[str, Any]:
+    if not (k.values.get("rope_parameters") or k.values.get("rope_scaling")):
+        k.values = {**k.values, "rope_parameters": _MINISTRAL3_ROPE}
+    return _mistral(k, eps=1e-5, theta=1e6, head_dim=128, grows=True)
+
+
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""The positions of the class, where a file says nothing of them."""
+
+
 def _qwen_window(k: Any) -> int | None:
     # Published files have a window that is not used.
     size = k.unless_absent("sliding_window", 4096)
@@ -116,6 +134,7 @@ FAMILIES: Mapping[str, Family] = {
         options=lambda k: {**shared(k), **windowed(k, k.unless_absent("sliding_window", 4096))},
         has=words("layer_types"),
     ),
+    "ministral3": Family(architecture="Ministral3ForCausalLM", options=_ministral3),
     "mixtral": Family(
         architecture="MixtralForCausalLM",
         options=lambda k: {**_mistral(k, eps=1e-5, theta=1e6), **experts(k, "num_local_experts")},

@@ -5,6 +5,7 @@ An option is a key of the model section. One whose value is None keeps its defau
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,18 +88,23 @@ def shared(
     window_theta: float | None = None,
     share: float | None = None,
     head_dim: int | None = None,
+    grows: bool = False,
     act_key: str = "hidden_act",
     eps_key: str = "rms_norm_eps",
 ) -> dict[str, Any]:
     """The options that nearly all families write alike. The arguments are the defaults of the family's keys, as its class has them.
 
     act_key, eps_key: the keys of the activation and of the norms' epsilon. window_theta: the theta of layers with a window, of a family
-    whose positions are written by the kind of a layer. share: None if the class rotates all of a head.
+    whose positions are written by the kind of a layer. share: None if the class rotates all of a head. grows: whether the class has
+    queries that grow with their position.
     """
     heads = k.need("num_attention_heads")
     name = k.get(act_key, activation)
     if name not in HIDDEN_ACTS:
         k.problems.append(f"{act_key}: {name!r} is not supported. Supported: {', '.join(HIDDEN_ACTS)}")
+    positions = _rope(k, share, theta) if window_theta is None else _rope_by_kind(k, theta, window_theta)
+    if not grows and (positions["rope_scaling"] or {}).get("query_growth"):
+        k.problems.append("llama_4_scaling_beta: the family's class does not read it. Remove the key")
     return {
         "layers": k.need("num_hidden_layers"),
         "embed": k.need("hidden_size"),
@@ -111,7 +117,7 @@ def shared(
         "norm_eps": k.get(eps_key, eps),
         "tied": k.get("tie_word_embeddings", tied),
         "activation": HIDDEN_ACTS.get(name, "silu"),
-        **(_rope(k, share, theta) if window_theta is None else _rope_by_kind(k, theta, window_theta)),
+        **positions,
     }
 
 
@@ -134,6 +140,9 @@ def _rope_by_kind(k: Any, theta: float, window_theta: float) -> dict[str, Any]:
     found = [_positions(k, source, None, theta) for source in [one for one in (outer, full) if one.values] or [full]]
     if found[0] != found[-1]:
         k.problems.append("rope_parameters: full_attention and rope_scaling say different things. Keep the one that is true")
+    for one in (outer, full):
+        # The classes look for it outside of the kinds of layers.
+        one.require("truncate", True)
     made, local = found[0], window.get("rope_theta", window_theta)
     window.require("rope_type", "default")
     window.require("partial_rotary_factor", 1)
@@ -151,31 +160,59 @@ def _positions(k: Any, source: Any, share: float | None, theta: float) -> dict[s
 
 def _scaling(k: Any, source: Any) -> dict[str, Any]:
     kind = source.either("rope_type", "type", "default")
-    made: dict[str, Any] = {"kind": "longrope" if kind == "su" else kind}
+    kind = "longrope" if kind == "su" else kind
     outer = k.get("original_max_position_embeddings")
     original = source.get("original_max_position_embeddings", outer)
-    if made["kind"] in ("llama3", "longrope"):
+    made: dict[str, Any] = {}
+    if kind in ("llama3", "longrope", "yarn"):
         source.require("original_max_position_embeddings", outer or source.need("original_max_position_embeddings"))
-    if kind == "default":
-        made = {}
-    elif kind == "linear":
-        made["factor"] = source.need("factor")
-    elif kind == "llama3":
-        made |= {
-            "factor": source.need("factor"),
-            "low": source.need("low_freq_factor"),
-            "high": source.need("high_freq_factor"),
-            "original": original,
-        }
-    elif made["kind"] == "longrope":
-        factor = source.get("factor", (k.get("max_position_embeddings") or 1) / (original or 1))
-        made |= {"factor": factor, "original": original, "short": source.need("short_factor", []), "long": source.need("long_factor", [])}
-        made["magnitude"] = source.get("attention_factor")
-    else:
-        k.problems.append(f"{source.prefix}{shown(kind)} is not supported. Supported: default, linear, llama3, longrope")
+        made["original"] = original
+    if kind in _SCALINGS:
+        made |= _SCALINGS[kind](k, source, original)
+    elif kind != "default":
+        k.problems.append(f"{source.prefix}{shown(kind)} is not supported. Supported: default, {', '.join(_SCALINGS)}")
         source.ignore(*source.values)
     source.refuse_others()
-    return {"rope_scaling": {name: value for name, value in made.items() if value is not None} or None}
+    return {"rope_scaling": {"kind": kind, **{name: value for name, value in made.items() if value is not None}} if made else None}
+
+
+def _longrope(k: Any, source: Any, original: int | None) -> dict[str, Any]:
+    divisors = {"short": source.need("short_factor", []), "long": source.need("long_factor", [])}
+    return {"factor": _ratio(k, source, original), **divisors, "magnitude": source.get("attention_factor")}
+
+
+def _yarn(k: Any, source: Any, original: int | None) -> dict[str, Any]:
+    factor, one, other = _ratio(k, source, original), source.get("mscale", 0.0), source.get("mscale_all_dim", 0.0)
+    grows = math.log(max(factor, 1.0)) / 10
+    magnitude = source.get("attention_factor", (one * grows + 1) / (other * grows + 1) if one and other else None)
+    made = {"factor": factor, "fast": source.get("beta_fast"), "slow": source.get("beta_slow"), "truncate": source.get("truncate", True)}
+    source.require("max_position_embeddings", k.get("max_position_embeddings"))
+    return {**made, "magnitude": magnitude, "query_growth": source.get("llama_4_scaling_beta", 0.0) or None}
+
+
+def _ratio(k: Any, source: Any, original: int | None) -> float:
+    return source.get("factor", (k.get("max_position_embeddings") or 1) / (original or 1))
+
+
+def _dynamic(k: Any, source: Any, original: int | None) -> dict[str, Any]:
+    longest = k.need("max_position_embeddings")
+    if original not in (None, longest):
+        k.problems.append(f"{source.prefix}original_max_position_embeddings: {original}, but dynamic has max_position_embeddings {longest}")
+    return {"factor": source.need("factor"), "original": longest}
+
+
+_SCALINGS: Mapping[str, Callable[[Any, Any, int | None], dict[str, Any]]] = {
+    "linear": lambda k, source, original: {"factor": source.need("factor")},
+    "llama3": lambda k, source, original: {
+        "factor": source.need("factor"),
+        "low": source.need("low_freq_factor"),
+        "high": source.need("high_freq_factor"),
+    },
+    "longrope": _longrope,
+    "yarn": _yarn,
+    "dynamic": _dynamic,
+}
+"""The values of each kind of `rope_scaling`, from config.json, the mapping in it and the original length."""
 
 
 def windowed(k: Any, size: int | None, is_full: Callable[[int], bool] = lambda n: False) -> dict[str, Any]:

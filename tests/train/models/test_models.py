@@ -194,8 +194,9 @@ def is_text(node):
 
 
 def test_a_decoder_is_few_lines():
-    names = ("decoder", "attention", "linear", "mlp", "rope")
-    assert sum(len(path.read_text().splitlines()) for path in FILES if path.stem in names) <= 600
+    names = ("decoder", "attention", "mlp", "moe", "rope")
+    lines = [len(path.read_text().splitlines()) for path in FILES if path.stem in names]
+    assert sum(lines) <= 800 and max(lines) <= 300
 
 
 def test_models_know_nothing_of_jgt_but_signals():

@@ -15,6 +15,7 @@ MODELS = {
     "llama": "Llama 1, 2, 3, 3.1, 3.2, 3.3",
     "mistral": "Mistral",
     "ministral": "Ministral",
+    "ministral3": "Ministral 3",
     "mixtral": "Mixtral",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",

@@ -41,13 +41,24 @@ LONG = {
     "rope_theta": 10000.0,
     "partial_rotary_factor": 0.75,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0, "beta_fast": 8.0}
+GROWING = {
+    **YARN,
+    "beta_fast": 32.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 2.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
 MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 0.5}
 NEOX = {name: BASE[name] for name in BASE if name != "num_key_value_heads"}
 MODELS = {
     "llama": (hf.LlamaConfig, {**BASE, **HEADS, "attention_bias": True, "mlp_bias": True}),
     "llama3": (hf.LlamaConfig, {**BASE, "rope_theta": 500000.0, "rope_scaling": LLAMA3, "tie_word_embeddings": True}),
+    "llama_yarn": (hf.LlamaConfig, {**BASE, **HEADS, "rope_parameters": {**YARN, "truncate": False}}),
     "mistral": (hf.MistralConfig, {**BASE, **HEADS, "sliding_window": 8}),
     "ministral": (hf.MinistralConfig, {**BASE, **HEADS, **TYPES}),
+    "ministral3": (hf.Ministral3Config, {**BASE, **HEADS, "sliding_window": None, "rope_parameters": GROWING}),
     "mixtral": (hf.MixtralConfig, {**BASE, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen2": (hf.Qwen2Config, BASE),
     "qwen3": (hf.Qwen3Config, {**BASE, **HEADS}),

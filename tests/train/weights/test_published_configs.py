@@ -17,6 +17,8 @@ from train.models.config import ModelConfig
 from train.models.decoder import build
 from train.models.experts.config import ExpertsConfig
 from train.models.experts.routing import route
+from train.models.rope import rotate
+from train.models.tokens import LayerFlags, Rows
 from train.weights.described import Keys, described_by, published
 from train.weights.describing import described_as_family
 from train.weights.families import FAMILIES
@@ -173,6 +175,8 @@ def test_keys_that_say_what_the_family_is_are_taken(family, changes):
     assert keys_of(family, **changes) == keys_of(family)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {"max_position_embeddings": 256}
 MORE = [
     ("llama", {"is_llama_config": False}, "is_llama_config: false is not supported"),
     ("llama", {"is_causal": False}, "is_causal: false"),
@@ -199,6 +203,19 @@ MORE = [
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights: false is not supported"),
     ("mixtral", {"shared_expert_intermediate_size": 16}, "shared_expert_intermediate_size: 16"),
     ("llama", {"rope_parameters": {"rope_type": "linear", "type": "default", "factor": 2.0}}, "rope_type: 'linear', but type: 'default'"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "'original_max_position_embeddings' is missing"),
+    ("llama", {"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta: the family's class does not read it"),
+    ("llama", {"rope_scaling": {**YARN, "twist": 0.1}}, "rope_scaling: twist: 0.1: jgt does not know this key"),
+    ("llama", {"rope_scaling": {**YARN, "truncate": 1}}, "rope_scaling: truncate must be true or false, not 1"),
+    ("llama", {"rope_scaling": {**YARN, "max_position_embeddings": 7}, **LONG}, "rope_scaling: max_position_embeddings: 7 is not supp"),
+    ("llama", {"rope_scaling": YARN, "original_max_position_embeddings": 32}, "original_max_position_embeddings: 64 is not supported"),
+    ("olmo3", {"rope_parameters": {"full_attention": {**YARN, "truncate": False}}}, "full_attention: truncate: false is not supported"),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'max_position_embeddings' is missing"),
+    (
+        "llama",
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 64}, **LONG},
+        "original_max_position_embeddings: 64, but dynamic has max_position_embeddings 256",
+    ),
     ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}, "is missing"),
     (
         "phi3",
@@ -237,12 +254,12 @@ def test_keys_that_say_more_are_refused_by_name(family, changes, problem):
         keys_of(family, **changes)
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "mrope"])
+@pytest.mark.parametrize("kind", ["ntk", "mrope"])
 def test_one_unknown_kind_of_positions_is_one_line(kind):
     with pytest.raises(jgt.InputError) as caught:
         keys_of("llama", rope_scaling={"rope_type": kind, "factor": 4.0, "beta_fast": 32, "mrope_section": [1, 2]})
     (problem,) = caught.value.problems
-    assert problem == f"config.json: rope_scaling: '{kind}' is not supported. Supported: default, linear, llama3, longrope"
+    assert problem == f"config.json: rope_scaling: '{kind}' is not supported. Supported: default, linear, llama3, longrope, yarn, dynamic"
 
 
 # Of training, of generation, and a length that only scaled positions read.
@@ -269,7 +286,7 @@ INNER = {"rope_type": "default", "rope_theta": 500_000.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt2", "gpt_neox", "gemma3_text", "olmo3"}))
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt2", "gpt_neox", "gemma3_text", "ministral3", "olmo3"}))
 def test_the_theta_inside_counts_as_in_transformers(family):
     assert keys_of(family, rope_theta=10_000.0, rope_parameters=INNER)["rope_theta"] == 500_000.0
     assert keys_of(family, rope_theta=500_000.0)["rope_theta"] == 500_000.0
@@ -320,6 +337,52 @@ def test_each_kind_of_layer_has_its_theta(family, changes, thetas):
 def test_all_layers_may_have_the_window(family):
     found = keys_of(family, use_sliding_window=True, sliding_window=8, max_window_layers=0)
     assert (found["window"], found["full_layers"]) == (8, [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "magnitude"),
+    [
+        ({}, None),
+        ({"attention_factor": 1.5, "mscale": 2.0, "mscale_all_dim": 1.0}, 1.5),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 2.0, "mscale_all_dim": 0.5}, (0.2 * np.log(4) + 1) / (0.05 * np.log(4) + 1)),
+        # Both, or neither.
+        ({"mscale": 2.0, "mscale_all_dim": 0}, None),
+        ({"mscale_all_dim": 2.0}, None),
+    ],
+    ids=str,
+)
+def test_the_magnitude_of_yarn(changes, magnitude):
+    found = keys_of("llama", rope_scaling={**YARN, **changes})["rope_scaling"]
+    assert (found.get("magnitude"), found["factor"]) == (magnitude if magnitude is None else pytest.approx(magnitude), 4.0)
+
+
+def test_the_factor_of_yarn_may_be_that_of_the_lengths():
+    told = {name: value for name, value in YARN.items() if name != "factor"}
+    assert keys_of("llama", **LONG, rope_scaling=told)["rope_scaling"]["factor"] == 4.0
+
+
+def test_only_full_layers_of_olmo_3_have_yarn():
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}
+    by_kind = {"full_attention": {**YARN, "rope_theta": 5e5}, "sliding_attention": {"rope_type": "default", "rope_theta": 5e5}}
+    found = keys_of("olmo3", **kinds, rope_parameters=by_kind)
+    assert found == keys_of("olmo3", **kinds, rope_theta=5e5, rope_scaling=YARN)
+    assert (found["window_theta"], found["rope_scaling"]["kind"]) == (5e5, "yarn")
+
+
+def test_a_ministral_3_without_positions_has_those_of_its_class():
+    scaling = keys_of("ministral3")["rope_scaling"]
+    assert (scaling["original"], scaling["factor"], scaling["query_growth"], scaling["magnitude"]) == (16384, 16.0, 0.1, 1.0)
+
+
+def test_dynamic_is_plain_up_to_the_original_length_and_refused_above():
+    keys = keys_of("llama", **LONG, rope_scaling={"type": "dynamic", "factor": 2.0})
+    plain, problems = {**keys, "rope_scaling": None}, []
+    config, other = (bind(Node.of(dict(one), "config.json", "model"), ModelConfig, []) for one in (keys, plain))
+    x, rows = jax.random.normal(jax.random.key(0), (1, 256, 4, 16)), Rows()
+    np.testing.assert_array_equal(rotate(x, config, LayerFlags(), rows), rotate(x, other, LayerFlags(), rows))
+    bind(Node.of({**keys, "seq": 257}, "run.yaml", "model"), ModelConfig, problems)
+    assert "the original length 256, which jgt does not do. Use 256 at most" in problems[0]
 
 
 def test_one_chosen_expert_is_that_of_the_class():
