@@ -18,7 +18,7 @@ from terminal import FORMAT
 import jgt
 from train.journal.status import ask
 from train.watch.top.frame import Line, draw_frame
-from train.watch.top.present import Watched
+from train.watch.top.view import Watched
 
 PICTURE = Path(__file__).with_suffix(".svg")
 WIDTH, HEIGHT = 120, 34

@@ -45,13 +45,13 @@ class ExpertsRule:
 
     axis: the mesh axis that holds the experts.
     exchange: how rows travel: by an all-to-all of arrays with a fixed capacity.
-    room: the capacity factor: the rows that each pair of devices has room for, over their number if all experts are chosen equally often.
+    capacity_factor: the rows that each pair of devices has room for, over their number if all experts are chosen equally often.
     over: what becomes of rows beyond the capacity: they are sent in further rounds, or dropped.
     """
 
     axis: Axis
     exchange: Literal["all-to-all"] = "all-to-all"
-    room: Annotated[float, Bound(low=1, high=1024)] = 1.25
+    capacity_factor: Annotated[float, Bound(low=1, high=1024)] = 1.25
     over: Literal["rounds", "drop"] = "rounds"
     where: str = field(default="rules", compare=False)
 

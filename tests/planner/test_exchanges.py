@@ -22,9 +22,9 @@ def grouped(rows, sizes, weights):
     return jax.lax.ragged_dot(rows, weights, sizes)
 
 
-def placed(room=1.25):
-    """A gradient through experts on 4 devices; with this room, for 40 of the 128 rows of a device on each of them."""
-    mesh, keys = jgt.make_mesh({"data": 2, "expert": 4}), {"axis": "expert", "room": room}
+def placed(factor=1.25):
+    """A gradient through experts on 4 devices; with this capacity factor, for 40 of the 128 rows of a device on each of them."""
+    mesh, keys = jgt.make_mesh({"data": 2, "expert": 4}), {"axis": "expert", "capacity_factor": factor}
     rules = {
         "axes": {"batch": ["data", "expert"]},
         "inputs": {"**": ["batch"]},
@@ -63,7 +63,7 @@ def test_one_round_counts_and_a_sentence_says_what_another_costs(target):
 
 
 def test_rows_that_have_room_and_are_not_there_are_not_repeated_work():
-    exact, twice = (plan(*placed(room)) for room in (1.0, 2.0))
+    exact, twice = (plan(*placed(factor)) for factor in (1.0, 2.0))
     assert "computed-alike" not in {finding.kind for finding in twice.findings}
     one, two = (next(row for row in found.signals if row.signal == "moe") for found in (exact, twice))
     assert two.flops_share == 2 * one.flops_share

@@ -6,7 +6,7 @@ A call is found by its region. The rules say where its experts are:
     signals:
       layers/moe:
         params:  {"experts/*": [expert, fsdp, tensor]}
-        experts: {axis: expert, exchange: all-to-all, room: 1.25, over: rounds}
+        experts: {axis: expert, exchange: all-to-all, capacity_factor: 1.25, over: rounds}
 
 Its tokens are split as the inputs are. Without `experts:`, each device runs all experts on its own tokens, which is the same program for an
 axis of one device: rows are never sorted across devices.
@@ -113,7 +113,7 @@ def _exchange(rule: ExpertsRule | None, rows: Dims, sizes: dict[str, int]) -> Ex
     if rule is None or sizes.get(rule.axis, 1) == 1:
         return Exchange(rows=split, sizes=tuple(known.items()))
     known[rule.axis] = sizes[rule.axis]
-    return Exchange(rows=split, sizes=tuple(known.items()), axis=rule.axis, capacity_factor=rule.room, drops=rule.over == "drop")
+    return Exchange(rows=split, sizes=tuple(known.items()), axis=rule.axis, capacity_factor=rule.capacity_factor, drops=rule.over == "drop")
 
 
 def _problems(

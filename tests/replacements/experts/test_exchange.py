@@ -35,14 +35,14 @@ def bias_of(router, count):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "room", "sizes", "router"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow, id=str(one)) for one in GRID]
+    ("mesh", "factor", "sizes", "router"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow, id=str(one)) for one in GRID]
 )
-def test_values_and_gradients_are_those_of_every_expert_on_every_row(mesh, room, sizes, router):
+def test_values_and_gradients_are_those_of_every_expert_on_every_row(mesh, factor, sizes, router):
     count, choose = sizes
     params, x = make(jax.random.key(0), count, EMBED, FFN), jax.random.normal(jax.random.key(1), (16, 8, EMBED))
     bias = bias_of(router, count)
     wanted = jax.jit(jax.value_and_grad(loss_of(every_expert, choose, bias)))(params, x)
-    rules = jgt.make_rules(rules_of(mesh, room=room))
+    rules = jgt.make_rules(rules_of(mesh, capacity_factor=factor))
     sharded = jgt.shard(loss_of(mixed, choose, bias), rules, jgt.make_mesh(mesh))
     found = jax.jit(jax.value_and_grad(sharded))(params, x)
     assert worst(found, wanted) < 2e-6
@@ -76,7 +76,7 @@ def test_a_router_whose_scales_are_the_values_of_top_k(mesh):
 def test_rows_beyond_the_room_are_dropped_if_the_rules_say_so():
     mesh, count, choose = {"expert": 4}, 4, 1
     params, x = make(jax.random.key(0), count, EMBED, FFN), jax.random.normal(jax.random.key(1), (4, 16, EMBED))
-    rules = jgt.make_rules(rules_of(mesh, room=1.0, over="drop"))
+    rules = jgt.make_rules(rules_of(mesh, capacity_factor=1.0, over="drop"))
     bias = bias_of("one", count)
     run = jgt.shard(lambda params, x: mixed(params, x, choose, bias), rules, jgt.make_mesh(mesh, devices=jax.devices()[:4]))
     found, wanted = jax.jit(run)(params, x), every_expert(params, x, choose, bias)
@@ -128,7 +128,7 @@ def planned(mesh, target=None):
 
     params = jax.eval_shape(lambda: make(jax.random.key(0), COUNT, EMBED, FFN, LAYERS))
     x = jax.ShapeDtypeStruct((BATCH, SEQ, EMBED), jnp.float32)
-    on, rules = jgt.abstract_mesh(mesh), jgt.make_rules(rules_of(mesh, room=1.25))
+    on, rules = jgt.abstract_mesh(mesh), jgt.make_rules(rules_of(mesh, capacity_factor=1.25))
     where = jgt.place(loss, rules, on, params, x)
     step = jax.jit(jax.value_and_grad(jgt.shard(loss, rules, on)), in_shardings=(where.params, where.inputs(x)))
     return jgt.plan(step, params, x, target=target)
@@ -161,8 +161,8 @@ def test_bytes_are_those_of_the_formula(mesh, target):
 def test_memory_is_that_of_one_round_whatever_is_routed(router):
     params, x = make(jax.random.key(0), 8, 64, 128), jax.random.normal(jax.random.key(1), (16, 64, 64))
 
-    def temporary(room):
-        rules = jgt.make_rules(rules_of({"expert": 8}, room=room))
+    def temporary(factor):
+        rules = jgt.make_rules(rules_of({"expert": 8}, capacity_factor=factor))
         sharded = jgt.shard(loss_of(mixed, 2, bias_of(router, 8)), rules, jgt.make_mesh({"expert": 8}))
         return jax.jit(jax.value_and_grad(sharded, argnums=(0, 1))).lower(params, x).compile().memory_analysis().temp_size_in_bytes
 

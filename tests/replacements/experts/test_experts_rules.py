@@ -29,8 +29,8 @@ def of_moe(**keys):
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"room": 0.5}, "0.5 is too small; it must be at least 1"),
-        ({"room": "all"}, "room: must be a number, not the text 'all'"),
+        ({"capacity_factor": 0.5}, "0.5 is too small; it must be at least 1"),
+        ({"capacity_factor": "all"}, "capacity_factor: must be a number, not the text 'all'"),
         ({"exchange": "gather"}, "'gather' is not one of all-to-all"),
         ({"over": "rounded"}, "is not one of rounds, drop"),
         ({"axis": "experts"}, "the mesh has no axis 'experts'. Did you mean 'expert'?"),

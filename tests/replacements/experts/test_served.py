@@ -41,14 +41,14 @@ def really_served(exchange, mesh, choice, num_experts):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "room", "over", "skew"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow, id=str(one)) for one in GRID]
+    ("mesh", "factor", "over", "skew"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow, id=str(one)) for one in GRID]
 )
-def test_counts_say_what_the_exchange_did(mesh, room, over, skew):
+def test_counts_say_what_the_exchange_did(mesh, factor, over, skew):
     num_experts, num_choices = 16, 3
     chance = np.random.default_rng(0)
     ranked = chance.gumbel(size=(32, SEQ, num_experts)) - skew * np.arange(num_experts)
     choice = np.argsort(-ranked)[..., :num_choices].astype(np.int32)
-    exchange = exchange_on(mesh, room=room, over=over)
+    exchange = exchange_on(mesh, capacity_factor=factor, over=over)
     counts = np.stack([np.bincount(row.reshape(-1), minlength=num_experts) for row in choice]).astype(np.int32)
     assert exchange.can_count(*counts.shape)
     rounds, dropped = exchange.served(jnp.asarray(counts)[None], SEQ, num_choices)

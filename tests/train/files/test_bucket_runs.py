@@ -264,7 +264,7 @@ def test_a_run_in_a_bucket_is_watched(start, url, tmp_path, capsys, monkeypatch)
         run = _in_bucket(url, stack)
         assert run.read().step == 2
         start("here", 4)
-        monkeypatch.setattr("train.watch.top.present.UPDATE_SECONDS", -1.0)
+        monkeypatch.setattr("train.watch.top.view.UPDATE_SECONDS", -1.0)
         assert run.read().step == 4
         assert (run.folder / "metrics.jsonl").read_bytes() == (tmp_path / "here" / "metrics.jsonl").read_bytes()
     assert trace([url, "--output", str(tmp_path / "trace.json")]) == 0

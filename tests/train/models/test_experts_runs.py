@@ -101,7 +101,7 @@ HOW = [("rounds", "exchange_rounds", 1, 2), pytest.param("drop", "exchange_dropp
 def test_a_step_says_how_its_rows_were_exchanged(over, name, equal, skewed, tiny, rules_dir, tmp_path):
     rules = tmp_path / "rules.yaml"
     shipped = (rules_dir / "experts.yaml").read_text().replace("extends: ", f"extends: {rules_dir}/")
-    rules.write_text(shipped.replace("room: 1.25, over: rounds", f"room: 1.75, over: {over}"))
+    rules.write_text(shipped.replace("capacity_factor: 1.25, over: rounds", f"capacity_factor: 1.75, over: {over}"))
     setup = prepare(tiny(BIAS.replace("choose: 2", "choose: 1"), f"rules={rules}", "mesh={data: 4, fsdp: 1, expert: 2}"))
     state, step, batch = setup.init(), setup.compile_train_step(), batch_of(setup)
     # All tokens of one kind choose the same expert, on one of two devices.
