@@ -1,6 +1,7 @@
 """The documentation is true: examples run, messages match the code, and keys, defaults and files exist."""
 
 import dataclasses
+import inspect
 import itertools
 import json
 import re
@@ -10,9 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jgt
 from jgt import document
@@ -470,6 +474,42 @@ def test_the_hooks_of_the_page_run(tmp_path, monkeypatch):
     overrides += [f"checkpoint.best={more['checkpoint']['best']}", f"train.stop_early={more['train']['stop_early']}"]
     result = jgt.run("run.yaml", [*overrides, "train.steps=4", "train.eval_every=2", "mesh={data: 1}"], code="mine.py")
     assert {"largest", "moved", "eval_counting"} <= {name for row in result.metrics for name in row}
+
+
+# -- docstrings of public names --------------------------------------------------------------------------------------
+
+
+FUNCTIONS = [name for name in jgt.__all__ if name[0].islower() and name != "signal"]
+
+
+def example_in(name):
+    """The indented lines of a docstring."""
+    lines = inspect.cleandoc(getattr(jgt, name).__doc__).splitlines()
+    return "\n".join(line.removeprefix("    ") for line in lines if line.startswith("    "))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_public_function_has_an_example_and_its_arguments_and_errors(name):
+    text = inspect.cleandoc(getattr(jgt, name).__doc__)
+    described = {key for names in re.findall(r"^(\w+(?:, \w+)*): ", text, re.MULTILINE) for key in names.split(", ")}
+    arguments = inspect.signature(getattr(jgt, name)).parameters.keys()
+    assert f"jgt.{name}(" in example_in(name)
+    assert "InputError" in text
+    assert described | {"fn"} == arguments | {"fn"}
+
+
+# docs/python.md has examples of the others, which train.
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in ("load", "run")])
+def test_the_example_of_a_public_function_runs(name):
+    def loss(params, batch):
+        with jgt.signal.context("mlp"):
+            return jnp.mean((batch @ params["w"]) ** 2)
+
+    mesh, params, batch = jgt.make_mesh({"data": -1}), {"w": jnp.ones((16, 8))}, jnp.ones((32, 16))
+    names = {"jax": jax, "jgt": jgt, "optax": optax, "loss": loss, "mesh": mesh, "params": params, "batch": batch, "step": loss}
+    names |= {"rules": {"axes": {"batch": ["data"]}, "default": "replicate"}, "make": lambda key: {"w": jax.random.normal(key, (16, 8))}}
+    names |= {"param_shardings": NamedSharding(mesh, PartitionSpec()), "batch_sharding": NamedSharding(mesh, PartitionSpec("data"))}
+    exec(compile(example_in(name), name, "exec"), names)
 
 
 # -- keys --------------------------------------------------------------------------------------------------------

@@ -43,11 +43,15 @@ def verify_jit(
         found = jgt.verify_jit(step, params, batch, in_shardings=(param_shardings, batch_sharding))
         assert found.is_right, str(found)
 
-    The results and the gradients of floating arguments are compared. fn: a function, or one that is jitted; in_shardings, out_shardings:
-    as for `jax.jit`. args: arrays, laid out as they should be, or ShapeDtypeStructs (with `sharding`, if they have one), for which numbers
-    are drawn: integers that start slices reach the ends of what they slice, and beyond (`draws.py`). mesh: needed only for shardings that
-    are PartitionSpecs. tolerance: the largest difference that needs no explanation, as a share of an array's largest number. A larger one
-    counts if it is also many times what rounding may change: what noise in the last places of all results changes is the measure.
+    The results and the gradients of floating arguments are compared.
+
+    fn: a function, or one that is jitted.
+    args: arrays, laid out as they should be, or ShapeDtypeStructs (with `sharding`, if they have one), for which numbers are drawn:
+    integers that start slices reach the ends of what they slice, and beyond (`draws.py`).
+    in_shardings, out_shardings: as for `jax.jit`.
+    mesh: needed only for shardings that are PartitionSpecs.
+    tolerance: the largest difference that needs no explanation, as a share of an array's largest number. A larger one counts if it is also
+    many times what rounding may change: what noise in the last places of all results changes is the measure.
 
     The message names the first operation whose value, or else whose cotangent, differs, with its line.
 

@@ -102,29 +102,29 @@ def shard(
 ) -> Callable[_P, _R]:
     """`fn` rewritten by rules: the same signature, values and gradients, laid out over a mesh.
 
-    rules: Rules, the path of a rules file, or the mapping that such a file contains.
+        sharded = jgt.shard(loss, rules, mesh)
+        value, gradients = jax.jit(jax.value_and_grad(sharded))(params, batch)
 
-    The first argument contains the parameters. Put `shard` around the forward or loss function, then differentiate, vmap
-    and jit the result. Parameters, inputs, values that leave a signal and named tensors get constraints; the
-    gradient of a parameter is laid out like its optimizer state. Without rules `fn` itself is returned.
+    Put `shard` around the forward or loss function, then differentiate, vmap and jit the result. Parameters, inputs, values that leave a
+    signal and named tensors get constraints; the gradient of a parameter is laid out like its optimizer state.
 
-    Calling the result raises InputError when rules, mesh and shapes do not fit, with every problem. A rule that matches
-    nothing is one, unless `partial` says that `fn` is only a part of the program that the rules describe (inference without a loss).
-
-    `state` names arguments of `fn` (or gives their positions) that are neither parameters nor batch, such as running statistics. They are
-    replicated unless a rule under `inputs:` names them. Variables of nnx that are not `nnx.Param` are state wherever they are; if `fn`
-    changes them in place, their new values are stored in the caller's variables.
-
-    With a `pipeline` the layer scan under its signal runs over stages. The function's results are then sums and means over
-    the batch, and only the first one has a gradient, with respect to the parameters.
-
-    With `pad` a parameter may have dims that their axes do not divide. Such parameters are stored padded (`storage`).
-
-    With `wide_gradients` devices add up the gradients of matrices and tables in f32, whatever type `fn` multiplies them in. A pipeline
+    fn: its first argument contains the parameters.
+    rules: Rules, the path of a rules file, or the mapping that such a file contains. None: `fn` itself is returned.
+    mesh: the mesh of the devices, or of hardware elsewhere. None: `fn` itself is returned.
+    partial: whether `fn` is only a part of the program that the rules describe (inference without a loss). Otherwise a rule that matches
+    nothing is an error.
+    pipeline: runs the layer scan under its signal over stages. The function's results are then sums and means over the batch, and only the
+    first one has a gradient, with respect to the parameters.
+    state: the names or positions of arguments that are neither parameters nor batch, such as running statistics. They are replicated unless
+    a rule under `inputs:` names them. Variables of nnx that are not `nnx.Param` are state wherever they are; if `fn` changes them in
+    place, their new values are stored in the caller's variables.
+    pad: whether a parameter may have dims that their axes do not divide. Such parameters are stored padded (`storage`).
+    wide_gradients: whether devices add up the gradients of matrices and tables in f32, whatever type `fn` multiplies them in. A pipeline
     has the type of its sums in its config.
-
-    With `reverse_mode` the result is differentiated by `jax.grad` and `jax.vjp` alone, not by `jax.jvp`. Matmuls then have derivatives of
+    reverse_mode: whether the result is differentiated by `jax.grad` and `jax.vjp` alone, not by `jax.jvp`. Matmuls then have derivatives of
     their own where these are faster, which is on CPUs.
+
+    A call of the result raises InputError with every problem if rules, mesh and shapes do not fit.
     """
     if rules is None or mesh is None:
         return fn
@@ -145,8 +145,15 @@ def place(
 ) -> Placement:
     """Where the parameters, gradients, optimizer state and inputs of `fn(params, ...)` go: `shard(fn, ...).placement(...)`.
 
-    `fn` may be sharded already; then the trace is shared. Raises InputError with every misfit of parameters, activations and inputs, every
-    rule that matches nothing (not with `partial`), and `problems`, which were found before.
+        placement = jgt.place(loss, rules, mesh, params, batch)
+        params = jax.device_put(params, placement.params)
+
+    fn: may be sharded already; then the trace is shared.
+    args, kwargs: the arguments of a call, as arrays or ShapeDtypeStructs. Nothing is computed.
+    problems: problems that were found before, which the error lists too.
+    rules, mesh, partial, pipeline, state: as for `shard`.
+
+    Raises InputError with every misfit of parameters, activations and inputs, and every rule that matches nothing (not with `partial`).
     """
     sharded = _sharded(fn, rules, mesh, partial, pipeline, state)
     return sharded.storage_for(args, kwargs, problems=problems).model
@@ -166,7 +173,17 @@ def init(
 ) -> Any:
     """Parameters from `init_fn(*args)`, made where `loss(params, batch)` uses them: `shard(loss, ...).init(...)`.
 
-    `loss` may be sharded already; then the trace is shared. Raises InputError.
+        params, moments = jgt.init(make, rules, mesh, jax.random.key(0), loss=loss, batch=batch, optimizer=optax.adam(1e-3))
+
+    No device ever holds more than its part, and the random bits are the same on every mesh.
+
+    init_fn, args: the function that makes the parameters, and its arguments.
+    loss: may be sharded already; then the trace is shared.
+    batch: the other arguments of `loss`, as arrays or ShapeDtypeStructs, in a tuple if there are several.
+    optimizer: one of optax. The result is then (parameters, optimizer state).
+    rules, mesh, partial, pipeline, state: as for `shard`.
+
+    Raises InputError as a call of the sharded function does.
     """
     return _sharded(loss, rules, mesh, partial, pipeline, state).init(init_fn, *args, batch=batch, optimizer=optimizer)
 

@@ -58,11 +58,15 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """The result of a comparison.
+    """The result of a comparison, by `verify` or `verify_jit`.
 
+    differences: the arrays that differ by more than the tolerance.
     first: the first value or cotangent that differs, with the line of its rule; empty if there is none or a pipeline runs the program.
-    num_compared: the number of results, gradients and arrays of an update. largest: the largest error. avoided: the operations that XLA
-    would have computed wrongly. left_out: what was not compared, and why.
+    num_compared: the number of results, gradients and arrays of an update.
+    largest: the largest error.
+    avoided: the operations that XLA would have computed wrongly.
+    seconds: the time that the comparison took.
+    left_out: what was not compared, and why.
     """
 
     differences: tuple[Difference, ...]
@@ -148,11 +152,17 @@ def verify(
     pad: bool = False,
     **kwargs: Any,
 ) -> Verification:
-    """Compares `jgt.shard(fn, rules, mesh)` with `fn`: results, gradients, and an update by `optimizer` (of optax) if there is one.
+    """Compares `jgt.shard(fn, rules, mesh)` with `fn`: results, gradients, and an update by `optimizer` if there is one.
 
-    The arguments are like a call's, preferably small; random numbers replace ShapeDtypeStructs. mesh: a mesh of real devices; virtual
-    CPU devices will do. tolerance: the largest difference, as a share of an array's largest number. A function that draws random numbers
-    in a pipeline cannot be compared, because each microbatch has its own key there.
+        found = jgt.verify(loss, rules, mesh, params, batch, optimizer=optax.adam(1e-3))
+        assert found.is_right, str(found)
+
+    mesh: a mesh of real devices; virtual CPU devices will do.
+    args, kwargs: as for a call, preferably small; random numbers replace ShapeDtypeStructs.
+    optimizer: one of optax.
+    tolerance: the largest difference, as a share of an array's largest number.
+    rules, partial, pipeline, state, pad: as for `shard`. A function that draws random numbers in a pipeline cannot be compared, because
+    each microbatch has its own key there.
 
     Raises InputError as a call does, and for a mesh without devices.
     """

@@ -31,10 +31,16 @@ def trainer(module: str = "") -> ModuleType:
 
 
 def run(config: Any, overrides: str | Sequence[str] = (), **parts: Any) -> Any:
-    """Trains a run in this process and returns its state, its metrics and its folder: `run_here` in train/run/api.py. Raises InputError.
+    """Trains a run in this process and returns its state, its metrics and its folder: `run_here` in train/run/api.py.
 
-    config: a run's file, or its contents as a mapping. overrides: as on the command line. parts: `model`, `loss`, `optimizer` and `data` as
-    objects, `code`, `resume`, `allow_change` and `allow_command` as the options of `jgt train`.
+        result = jgt.run("configs/quickstart.yaml", ["train.steps=50"])
+
+    config: a run's file, or its contents as a mapping.
+    overrides: as on the command line.
+    parts: `model`, `loss`, `optimizer`, `data`, `transform` and `hooks` as objects; `code`, `resume`, `allow_change` and `allow_command` as
+    the options of `jgt train`.
+
+    Raises InputError with every problem of the config.
     """
     return trainer("run.api").run_here(config, overrides, **parts)
 
@@ -42,8 +48,14 @@ def run(config: Any, overrides: str | Sequence[str] = (), **parts: Any) -> Any:
 def load(path: str | Path, overrides: str | Sequence[str] = (), **parts: Any) -> Any:
     """The model of a run directory, of one of its checkpoints or of a folder of Hugging Face: `load_model` in train/run/load.py.
 
-    overrides: to the run's config. parts: `model`, `loss`, `data` and `code` as for `run`; `mesh` and `rules`: the layout of the arrays,
-    which are whole on one device otherwise; `sharded`: laid out as the run's; `adapters`: folders of PEFT by names. Raises InputError.
+        model = jgt.load("runs/quickstart")
+
+    path: a folder, or its URL in a bucket.
+    overrides: changes of the run's config.
+    parts: `model`, `loss`, `data`, `transform` and `code` as for `run`; `mesh` and `rules`: the layout of the arrays, which are whole on
+    one device otherwise; `sharded`: whether they are laid out as the run's; `adapters`: folders of PEFT by names.
+
+    Raises InputError, also without a checkpoint.
     """
     return trainer("run.load").load_model(path, overrides, **parts)
 

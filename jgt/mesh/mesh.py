@@ -58,9 +58,15 @@ def make_mesh(
 ) -> Mesh:
     """A mesh over all devices, or over `devices`, which may be descriptions of hardware elsewhere. Its axes are Auto.
 
-    sizes: the sizes by axis, outermost first; one may be -1. axis_names: the order of the axes in the mesh, if it differs
-    from the order of `sizes`, which decides the placement. where: what messages begin with. Raises InputError if the product of
-    the sizes is not the number of devices. Warns if an axis other than the outermost ones must cross hosts.
+        mesh = jgt.make_mesh({"data": 2, "tensor": -1})
+
+    sizes: the sizes by axis, outermost first; one may be -1, the remaining devices.
+    devices: the devices; None: those of JAX.
+    axis_names: the order of the axes in the mesh, if it differs from the order of `sizes`, which decides the placement.
+    where: what messages begin with.
+
+    Raises InputError if the product of the sizes is not the number of devices. Warns if an axis other than the outermost ones must cross
+    hosts.
     """
     _check_types(sizes)
     chosen = cast("Sequence[Device]", jax.devices() if devices is None else devices)
@@ -76,7 +82,12 @@ def make_mesh(
 def abstract_mesh(
     sizes: Mapping[str, int], *, num_devices: int | None = None, axis_names: Sequence[str] | None = None, where: str = "mesh"
 ) -> AbstractMesh:
-    """A mesh without devices, to check rules for hardware that this machine does not have. A size of -1 needs `num_devices`.
+    """A mesh without devices, to check rules for hardware that this machine does not have.
+
+        mesh = jgt.abstract_mesh({"data": -1, "tensor": 8}, num_devices=64)
+
+    sizes, axis_names, where: as for `make_mesh`.
+    num_devices: the number of devices, which a size of -1 needs.
 
     Raises InputError like `make_mesh`.
     """

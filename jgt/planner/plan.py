@@ -65,13 +65,19 @@ class Advice:
 class Plan:
     """One step of a compiled function on each device. Times are predictions; without a target they are None.
 
-    hosts: the host of each device, in the mesh's order. flops_per_device: the matmul FLOPs of the traced program with recompute and
-    pipeline bubbles; model_flops_per_device: without both. step_time_error: the error to expect, relative to the time; None if it is
-    unknown. step_time_caveat: why the time means nothing; empty if it means something. parts_ms: the time by what it is spent on
-    (`PARTS`); the parts add up to it. timeline: the step on the device and its links. advice: empty, until a caller that knows the
-    function's settings adds some. expected: the bytes that the formulas predict. links_ms: the time of all collectives by mesh axes,
-    hidden ones included; exposed_ms: the time of waiting for them. assumptions: sentences about how the plan counts. seconds: the time
-    that planning took.
+    hosts: the host of each device, in the mesh's order.
+    flops_per_device: the matmul FLOPs of the traced program with recompute and pipeline bubbles.
+    model_flops_per_device: the same without both.
+    step_time_error: the error to expect, relative to the time; None if it is unknown.
+    step_time_caveat: why the time means nothing; empty if it means something.
+    parts_ms: the time by what it is spent on (`PARTS`); the parts add up to it.
+    timeline: the step on the device and its links.
+    advice: empty, until a caller that knows the function's settings adds some.
+    expected: the bytes that the formulas predict.
+    links_ms: the time of all collectives by mesh axes, hidden ones included.
+    exposed_ms: the time of waiting for them.
+    assumptions: sentences about how the plan counts.
+    seconds: the time that planning took.
     """
 
     target: str
@@ -154,11 +160,16 @@ def plan(
 ) -> Plan:
     """Plans `fn(*args)`: its collectives, memory, FLOPs and time, by signal.
 
-    args: arrays or ShapeDtypeStructs, none of which is allocated or moved; the first contains parameters and optimizer state.
-    Shardings are read from jax.jit around `fn`, or else from the arguments. target: `h100:8x8` is 8 hosts of 8 GPUs, and needs the
-    extra jgt[plan-gpu]; None plans for JAX's own devices. rules: the rules that `fn` was sharded by, to name their lines beside
-    the costs. flags: XLA's flags by name, such as those that the run will have. workload: what the program does not contain, such as the
-    tokens of a step. Raises InputError if the target is unknown, or if its devices and the mesh do not fit.
+        print(jgt.plan(jax.value_and_grad(jgt.shard(loss, rules, mesh)), params, batch))
+
+    args: arrays or ShapeDtypeStructs, none of which is allocated or moved; the first contains parameters and optimizer state. Shardings are
+    read from jax.jit around `fn`, or else from the arguments.
+    target: `h100:8x8` is 8 hosts of 8 GPUs, and needs the extra jgt[plan-gpu]; None plans for JAX's own devices.
+    rules: the rules that `fn` was sharded by, to name their lines beside the costs.
+    flags: XLA's flags by name, such as those that the run will have.
+    workload: what the program does not contain, such as the tokens of a step.
+
+    Raises InputError if the target is unknown, or if its devices and the mesh do not fit.
     """
     known = None if rules is None else as_rules(rules)
     return read_plan(compile_function(fn, args, Target.parse(target) if isinstance(target, str) else target, flags), known, workload)

@@ -29,12 +29,26 @@ class RulesFile(Rules):
 
 
 def load_rules(path: str | Path) -> Rules:
-    """Reads a rules file, or a shipped one (`jgt:fsdp`), following `extends:`. Raises InputError with every problem and its file:line."""
+    """Reads the rules in a file, following its `extends:`.
+
+        rules = jgt.load_rules("jgt:fsdp")
+
+    path: a YAML file, or `jgt:NAME` for one that jgt ships.
+
+    Raises InputError with every problem and its file:line.
+    """
     return make_rules(document.read(path, Rules.FOLDER))
 
 
 def make_rules(tree: Mapping[str, Any] | Node) -> Rules:
-    """Rules from the mapping that a rules file contains, as a document's or built in code. Raises InputError with every problem."""
+    """Reads rules from the mapping that a rules file contains.
+
+        rules = jgt.make_rules({"axes": {"batch": ["data"]}, "default": "replicate"})
+
+    tree: a mapping that was built in code, where `...` and jax.P may stand in specs, or a part of a document.
+
+    Raises InputError with every problem.
+    """
     root = tree if isinstance(tree, Node) else Node.of(_plain(tree), "rules")
     # `document.read` resolves the key of a file and removes it, so here it can only come from rules without a file of
     # their own.

@@ -25,10 +25,13 @@ from jgt.sharding.matrices import on_whole_matrices
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Shardings for everything around one function.
+    """Shardings for everything around one function, as `place` returns them: `params`, `gradients`, `optimizer(state)`, `inputs(tree)`.
 
-    tree: the tree of the first argument. others: by number, the dims of its leaves that are not parameters: state, or None for a leaf that
-    is not an array. signature: the names of the function's arguments. tensors: the names of the tensors in the program.
+    parameters: the parameters, with their dims and the signals that use them.
+    tree: the tree of the first argument.
+    others: by number, the dims of its leaves that are not parameters: state, or None for a leaf that is not an array.
+    signature: the names of the function's arguments.
+    tensors: the names of the tensors in the program.
     """
 
     rules: Rules

@@ -51,17 +51,14 @@ def trace(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> CommandParser:
     """The command line of `jgt report`."""
-    parser = CommandParser("jgt report", "Shows where a run's wall time went, over all its starts, and the load of experts.")
-    parser.takes_urls = True
-    parser.add_argument("run", metavar="RUN", help="the run directory, such as runs/quickstart, or the URL of a run in a bucket")
+    parser = _of_runs("jgt report", "Shows where a run's wall time went, over all its starts, and the load of experts.", run="RUN")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def plot_parser() -> CommandParser:
     """The command line of `jgt plot`."""
-    parser = CommandParser("jgt plot", "Draws metrics of runs, as a PNG or in the terminal.")
-    parser.takes_urls = True
+    parser = _of_runs("jgt plot", "Draws metrics of runs, as a PNG or in the terminal.")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, such as runs/quickstart, or URLs of runs in buckets")
     parser.add_argument("--metrics", metavar="A,B", help=f"the metrics to draw ({','.join(METRICS)})")
     parser.add_argument("--over", choices=list(AXES), default="steps", help="the horizontal axis (steps)")
@@ -73,19 +70,14 @@ def plot_parser() -> CommandParser:
 
 def compare_parser() -> CommandParser:
     """The command line of `jgt compare`."""
-    parser = CommandParser("jgt compare", "Shows what two runs differ in: config, results, speed, memory and losses.")
-    parser.takes_urls = True
-    parser.add_argument("first", metavar="A", help="a run directory, or the URL of a run in a bucket")
-    parser.add_argument("second", metavar="B", help="another one")
+    parser = _of_runs("jgt compare", "Shows what two runs differ in: config, results, speed, memory and losses.", first="A", second="B")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def trace_parser() -> CommandParser:
     """The command line of `jgt trace`."""
-    parser = CommandParser("jgt trace", "Writes the whole of a run as a timeline, for ui.perfetto.dev or chrome://tracing.")
-    parser.takes_urls = True
-    parser.add_argument("run", metavar="RUN", help="the run directory, such as runs/quickstart, or the URL of a run in a bucket")
+    parser = _of_runs("jgt trace", "Writes the whole of a run as a timeline, for ui.perfetto.dev or chrome://tracing.", run="RUN")
     parser.add_argument(
         "--output", metavar="FILE", help=f"the file to write ({TIMELINE}, or step-N.trace.json.gz); compressed if it ends in .gz"
     )
@@ -93,6 +85,15 @@ def trace_parser() -> CommandParser:
     parser.add_argument(
         "--step", type=int, metavar="N", help="only the profile that has step N, by signal, beside the schedule of a pipeline"
     )
+    return parser
+
+
+def _of_runs(name: str, purpose: str, **runs: str) -> CommandParser:
+    """A command line about runs. runs: the arguments that name one, each with the word for it in the help."""
+    parser = CommandParser(name, purpose)
+    parser.takes_urls = True
+    for argument, word in runs.items():
+        parser.add_argument(argument, metavar=word, help="a run directory, such as runs/quickstart, or the URL of a run in a bucket")
     return parser
 
 
