@@ -21,7 +21,7 @@ from .cache import Cache, KeysValues, layer_of, seen, written
 from .config import ModelConfig
 from .kernels import Attend, attend_to
 from .linear import adding_init, cheap, linear, make_norm, read_by
-from .rope import grown, rotate
+from .rope import rotate, with_query_growth
 from .tokens import LayerFlags, Rows
 
 
@@ -57,7 +57,7 @@ class Attention(nnx.Module):
             q, k = cheap(self.q_norm)(q), cheap(self.k_norm)(k)
         if config.positions == "rotary":
             q, k = (rotate(y, config, flags, rows) for y in (q, k))
-            q = grown(q, config.rope_scaling, rows)
+            q = with_query_growth(q, config.rope_scaling, rows)
         q, k, v = signal.tensor(q, "q"), signal.tensor(k, "k"), signal.tensor(v, "v")
         if cache is None:
             heads, kept = self._attended(q, k, v, rows.segments, flags), KeysValues(k, v)

@@ -60,7 +60,7 @@ def _frequencies(options: Options, half: int, length: int | jax.Array, is_full: 
     return frequency, magnitude
 
 
-def grown(q: jax.Array, scaling: RopeScaling | None, rows: Rows) -> jax.Array:
+def with_query_growth(q: jax.Array, scaling: RopeScaling | None, rows: Rows) -> jax.Array:
     """Queries [b, s, n, h] with the factor that grows with their position, where the model has one."""
     if scaling is None or scaling.query_growth is None:
         return q
