@@ -31,10 +31,12 @@ class Command:
 
     place: `module:function`, as an entry point has it; the function is `main` if it is left out. A module that begins with a dot is inside
     the trainer. The parser of a function `NAME` is `NAME_parser` or, if the module has none, `parser`.
+    in_process: the function in the place of that one, where the process ends with the command.
     """
 
     purpose: str
     place: str
+    in_process: str = ""
     outlives_reader: bool = False
 
     @property
@@ -47,9 +49,9 @@ class Command:
         module = self.place.partition(":")[0]
         return trainer(module[1:]) if module.startswith(".") else importlib.import_module(module)
 
-    def run(self, arguments: Sequence[str]) -> int:
-        """Runs the command and returns its exit code."""
-        return getattr(self.load(), self.name)(arguments)
+    def run(self, arguments: Sequence[str], *, owns_process: bool = False) -> int:
+        """Runs the command and returns its exit code. owns_process: whether the process ends with it."""
+        return getattr(self.load(), self.in_process if owns_process and self.in_process else self.name)(arguments)
 
     def parser(self) -> CommandParser | None:
         """The command's own parser, if it has one."""
@@ -61,7 +63,7 @@ class Command:
 _RUN = "train the model of a run file, or resume its training"
 _LAUNCH = "run a training on several processes of this machine, and restart them"
 _OWN = {
-    "train": Command(purpose=_RUN, place=".__main__:run_process", outlives_reader=True),
+    "train": Command(purpose=_RUN, place=".__main__", in_process="run_process", outlives_reader=True),
     "launch": Command(purpose=_LAUNCH, place=".launch.__main__", outlives_reader=True),
     "top": Command(purpose="watch the processes of a run", place=".watch.top.__main__"),
     "report": Command(purpose="show where a run's wall time went", place=".watch.__main__"),
@@ -103,9 +105,10 @@ def find_commands() -> dict[str, Command]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the command's exit code, or 2 if there is no such command."""
-    if argv is None:
-        return _run_process(sys.argv[1:])
-    arguments = list(argv)
+    return _run_process(sys.argv[1:]) if argv is None else _run(list(argv), owns_process=False)
+
+
+def _run(arguments: Sequence[str], *, owns_process: bool) -> int:
     name = arguments[0] if arguments else ""
     if name in ("-h", "--help"):
         lines = [f"  {known:12} {command.purpose}" for known, command in find_commands().items()]
@@ -119,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         wrong = f"there is no command {name!r}" if name else "a command is missing"
         print(f"jgt: {shown(wrong, quotes=False)}. {nearest(name, [*find_commands(), '--help', '--version'])}\n{_USAGE}", file=sys.stderr)
         return 2
-    return command.run(arguments[1:])
+    return command.run(arguments[1:], owns_process=owns_process)
 
 
 def _run_process(arguments: Sequence[str]) -> int:
@@ -129,7 +132,7 @@ def _run_process(arguments: Sequence[str]) -> int:
         # Python ignores the signal, and would print a traceback instead.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        code = main(arguments)
+        code = _run(arguments, owns_process=True)
         sys.stdout.flush()
     except OSError as error:
         # The error of a file names the file.

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,13 @@ def test_every_command_has_help(name, capsys):
 def test_the_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith(f"jgt {jgt.__version__} (jax {importlib.metadata.version('jax')}, Python 3.")
+
+
+def test_a_command_inside_a_process_leaves_it_to_itself(tmp_path, capsys):
+    """A training that was started by a command ends its process at its end, also if a thread of another library would wait."""
+    before, interrupt = set(threading.enumerate()), signal.getsignal(signal.SIGINT)
+    assert main(["train", str(tmp_path / "missing.yaml")]) == 2
+    assert set(threading.enumerate()) <= before and signal.getsignal(signal.SIGINT) == interrupt
 
 
 def with_output(arguments, file):
