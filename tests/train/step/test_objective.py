@@ -209,7 +209,7 @@ def test_an_array_that_a_loss_writes_into_the_model_is_refused(place):
         setattr(model if place == "cache" else model.inner, place.split("/")[-1], batch["x"])
         return errors(model, batch).mean()
 
-    with pytest.raises(InputError, match=f"^run.yaml:1: train.loss: the model's attribute {place} was set to an array, which is no "):
+    with pytest.raises(InputError, match=f"^run.yaml:1: train.loss: the model's attribute {place} was set to an array, which is not "):
         stepped(Keeps, loss)
 
 
