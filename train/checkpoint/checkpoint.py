@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent import futures
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -60,7 +59,7 @@ class Checkpoints:
         config: CheckpointConfig,
         *,
         mesh: Mapping[str, int] | None = None,
-        fingerprints: Mapping[str, Any] | None = None,
+        fingerprints: Mapping[str, object] | None = None,
         free: Callable[[Path], int] = lambda folder: shutil.disk_usage(folder).free,
         is_ours: Callable[[], bool] = lambda: True,
         saved: Callable[[int], None] = lambda step: None,

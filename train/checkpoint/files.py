@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -63,7 +62,7 @@ class FilesWriter:
             return error
         return None
 
-    def begin(self, arrays: Mapping[str, Any], step: int) -> None:
+    def begin(self, arrays: Mapping[str, object], step: int) -> None:
         """Begins to write arrays, and returns when they are copied."""
         chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), dict(arrays))
         # `force` replaces a folder of this name, which a save that was interrupted may have left.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 FORMAT = 2
 Evaluated = Mapping[str, tuple[tuple[int, float | None], ...]]
@@ -64,7 +63,7 @@ class Kept:
 
     id: str = ""
     evaluations: Evaluated = field(default_factory=dict[str, tuple[tuple[int, float | None], ...]])
-    reference: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    reference: Mapping[str, object] = field(default_factory=dict[str, object])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ class Manifest:
     samples: int
     mesh: Mapping[str, int]
     versions: Mapping[str, str]
-    fingerprints: Mapping[str, Any]
+    fingerprints: Mapping[str, object]
     arrays: tuple[ArrayEntry, ...]
     files: tuple[FileEntry, ...]
     format: int = FORMAT

@@ -80,7 +80,7 @@ def write(folder: Path, manifest: Manifest, key: Key | None = None) -> None:
     sync(folder)
 
 
-def as_json(manifest: Manifest) -> dict[str, Any]:
+def as_json(manifest: Manifest) -> dict[str, object]:
     """The values of a manifest as a reader will see them, because a signature covers the values that are read."""
     values = json.loads(json.dumps(asdict(manifest)))
     # Orbax has its own files.
@@ -92,12 +92,12 @@ def digest(manifest: Manifest) -> str:
     return hashlib.sha256(json.dumps(as_json(manifest), sort_keys=True).encode()).hexdigest()
 
 
-def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+def sealed(values: Mapping[str, object]) -> dict[str, object]:
     """The values with a checksum of all of them but the signature. Without it, a bit that flips in a number would be another number."""
     return {**values, _CHECKSUM: _checksum(values)}
 
 
-def _checksum(values: Mapping[str, Any]) -> int:
+def _checksum(values: Mapping[str, object]) -> int:
     others = {name: value for name, value in values.items() if name not in (_CHECKSUM, FIELD)}
     return zlib.crc32(json.dumps(others, sort_keys=True, separators=(",", ":")).encode())
 
@@ -131,7 +131,7 @@ def parse(content: bytes, key: Key | None = None) -> Manifest:
 
 
 # `jgt.document.bind` would refuse the unknown keys of a newer version, and takes eight times as long (22,000 entries: 3.9 s).
-def _parse(values: Mapping[str, Any]) -> Manifest:
+def _parse(values: Mapping[str, object]) -> Manifest:
     """Raises KeyError, TypeError, ValueError or AttributeError for anything that is not a manifest."""
     if type(values.get("format")) is not int or values["format"] not in (_UNSEALED, FORMAT):
         raise ValueError(f"format {shown(values.get('format'))}, not {FORMAT}")
@@ -176,7 +176,7 @@ def _objects(values: Mapping[str, Any], arrays: tuple[ArrayEntry, ...]) -> Objec
     return ObjectsEntry(folder=folder, pieces=shapes, time=float(time))
 
 
-def _base(values: Mapping[str, Any]) -> Base:
+def _base(values: Mapping[str, object]) -> Base:
     path, sha256 = (_check_kind(str, values[key]) for key in ("path", "sha256"))
     arrays = tuple(map(_array_entry, _check_kind(list, values["arrays"])))
     if odd := [array.path for array in arrays if not array.path.startswith(f"{FROZEN}/")]:
@@ -210,14 +210,14 @@ def _file_entry(values: Any) -> FileEntry:
     )
 
 
-def _number(value: Any) -> int:
+def _number(value: object) -> int:
     # `type`, because isinstance would accept true and false.
     if type(value) is not int or not 0 <= value < _MAX_NUMBER:
         raise ValueError(f"{shown(value)} is not a whole number from 0 to 2^62")
     return value
 
 
-def _check_kind(kind: type[_Kind], value: Any) -> _Kind:
+def _check_kind(kind: type[_Kind], value: object) -> _Kind:
     if not isinstance(value, kind):
         raise TypeError(f"{shown(value)} is not {_KINDS[kind]}")
     return value

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 
@@ -58,7 +57,7 @@ class Objects:
         """The shape of the pieces of an array."""
         return self._pieces[path]
 
-    def read(self, array: ArrayEntry, spans: Sequence[Region]) -> list[np.ndarray[Any, Any]]:
+    def read(self, array: ArrayEntry, spans: Sequence[Region]) -> list[np.ndarray]:
         """Parts of an array. Each piece that they overlap is read once. Raises BrokenError or OSError."""
         dtype, size = np.dtype(array.dtype), self._pieces[array.path]
         results = [np.empty([len(part) for part in span], dtype) for span in spans]

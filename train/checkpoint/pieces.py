@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorstore
@@ -24,11 +24,12 @@ from .saved import UnusableError
 
 PIECE_BYTES = 1 << 24
 Span = tuple[slice, ...]
+_Result = TypeVar("_Result")
 
 
 def pieces(
     saved: SavedStep, entry: ArrayEntry, *, whole: Collection[int] = (), most: int = PIECE_BYTES
-) -> Iterator[tuple[Span, np.ndarray[Any, Any]]]:
+) -> Iterator[tuple[Span, np.ndarray]]:
     """All parts of an array, each with its place. A part has at most `most` bytes, or it is one chunk.
 
     whole: the numbers of dims that are whole in each part. Raises UnusableError if the files do not have the array, and DiskError if the
@@ -42,7 +43,7 @@ def pieces(
         yield place, read(place)
 
 
-_Read = Callable[[Span], np.ndarray[Any, Any]]
+_Read = Callable[[Span], np.ndarray]
 
 
 def _files(saved: SavedStep, entry: ArrayEntry) -> tuple[tuple[int, ...], _Read]:
@@ -60,7 +61,7 @@ def _objects(saved: SavedStep, entry: ArrayEntry) -> tuple[tuple[int, ...], _Rea
     """As `_files`, for an array in a bucket."""
     objects = Objects(saved)
 
-    def read(place: Span) -> np.ndarray[Any, Any]:
+    def read(place: Span) -> np.ndarray:
         return _attempt(saved, saved.folder, lambda: objects.read(entry, [span_of(place, entry.shape)])[0])
 
     return objects.piece(entry.path), read
@@ -85,10 +86,10 @@ def _grown(shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, most: 
     return step
 
 
-def _attempt(saved: SavedStep, folder: Path | str, call: Any) -> Any:
+def _attempt(saved: SavedStep, folder: Path | str, call: Callable[[], _Result]) -> _Result:
     """The result of a call that reads, which is repeated after errors of the disk."""
 
-    def attempt() -> Any:
+    def attempt() -> _Result:
         with disk_errors(folder):
             return call()
 

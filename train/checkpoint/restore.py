@@ -31,7 +31,7 @@ from jgt.document import shown
 
 from ..files.disk import is_damage, patiently
 from ..processes.processes import true_on_all_processes
-from ..step.state import State
+from ..step.state import State, Tree
 from ..step.trained import divided, merged
 from .bucket_steps import SavedStep
 from .objects import Objects, span_of
@@ -59,12 +59,12 @@ def restore(saved: SavedStep, shapes: State, shardings: State, *, cast: bool = F
     return replace(shapes, **restore_parts(saved, shapes.arrays(), shardings.arrays(), cast=cast))
 
 
-def restore_params(saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
+def restore_params(saved: SavedStep, shapes: Tree, shardings: Tree, *, cast: bool = False) -> Tree:
     """The parameters alone, as in `restore`, whichever of them were frozen. A run with phases has them from the last exchange."""
     paths = {entry.path for entry in saved.manifest.arrays}
     name = "anchor" if any(path.startswith("anchor/") for path in paths) else "params"
 
-    def by_part(tree: Any) -> dict[str, Any]:
+    def by_part(tree: Any) -> dict[str, Tree]:
         frozen, others = divided(tree, lambda path: f"frozen/{path}" in paths)
         return {part: tree for part, tree in ((name, others), ("frozen", frozen)) if tree}
 
@@ -85,7 +85,9 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str, Any], *, cast: bool, keys: bool = True) -> dict[str, Any]:
+def restore_parts(
+    saved: SavedStep, shapes: dict[str, Tree], shardings: dict[str, Tree], *, cast: bool, keys: bool = True
+) -> dict[str, Tree]:
     """Some parts of a state, by the names of their fields. keys: whether they include random keys. Raises as `restore` does."""
     # The first level of an array's path is the field of State that contains it.
     parts = [entry for entry in saved.manifest.arrays if entry.path.partition("/")[0] in shapes]
@@ -104,7 +106,7 @@ def restore_parts(saved: SavedStep, shapes: dict[str, Any], shardings: dict[str,
     return restored
 
 
-def _read_files(saved: SavedStep, target: dict[str, Any], *, is_part: bool) -> dict[str, Any]:
+def _read_files(saved: SavedStep, target: dict[str, Tree], *, is_part: bool) -> dict[str, Tree]:
     """The arrays of a step in a folder, by Orbax."""
     # Orbax declares another class of paths, and takes any.
     folder: Any = Path(saved.folder, ARRAYS)
@@ -115,11 +117,11 @@ def _read_files(saved: SavedStep, target: dict[str, Any], *, is_part: bool) -> d
         return reader.restore(folder, args=ocp.args.PyTreeRestore(target, restore_args=arguments, partial_restore=is_part))
 
 
-def _read_objects(saved: SavedStep, target: dict[str, Any], *, is_part: bool) -> dict[str, Any]:
+def _read_objects(saved: SavedStep, target: dict[str, Tree], *, is_part: bool) -> dict[str, Tree]:
     """The arrays of a step in a bucket. Each process reads the pieces that its devices need."""
     objects, entries = Objects(saved), {entry.path: entry for entry in saved.manifest.arrays}
 
-    def read(item: tuple[Any, jax.ShapeDtypeStruct]) -> jax.Array:
+    def read(item: tuple[jax.tree_util.KeyPath, jax.ShapeDtypeStruct]) -> jax.Array:
         (path, x), sharding = item, item[1].sharding
         assert sharding is not None
         indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(x.shape)
@@ -135,10 +137,10 @@ def _read_objects(saved: SavedStep, target: dict[str, Any], *, is_part: bool) ->
         return jax.tree.unflatten(structure, list(pool.map(read, leaves)))
 
 
-def _outcome(read: Callable[[], dict[str, Any]], folder: Path | str) -> tuple[dict[str, Any] | None, OSError | None, str | None]:
+def _outcome(read: Callable[[], dict[str, Tree]], folder: Path | str) -> tuple[dict[str, Tree] | None, OSError | None, str | None]:
     """The result of `read`, or the error of the disk that ended it, or why the step cannot be restored."""
 
-    def attempt() -> dict[str, Any]:
+    def attempt() -> dict[str, Tree]:
         try:
             return read()
         except Exception:
@@ -203,7 +205,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _check_contents(tree: Any, saved: SavedStep) -> None:
+def _check_contents(tree: Tree, saved: SavedStep) -> None:
     """Raises ValueError if the arrays in a step's files are not those that its manifest lists."""
     stored = {x.name: (tuple(x.shape), str(x.dtype)) for x in jax.tree.leaves(tree)}
     # Orbax joins the parts of a path with dots.

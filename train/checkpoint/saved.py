@@ -18,7 +18,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -166,7 +166,7 @@ def agree_on_disk(failure: OSError | None, path: Path | str) -> None:
         raise DiskError(f"{what}. No checkpoint was changed; the same command resumes when the disk can be read again")
 
 
-def array_entries(tree: Mapping[str, Any]) -> tuple[ArrayEntry, ...]:
+def array_entries(tree: Mapping[str, object]) -> tuple[ArrayEntry, ...]:
     """Path, shape and type of each array of a tree. Raises ValueError for two names that would become the same file."""
     leaves = jax.tree.leaves_with_path(dict(tree))
     entries = tuple(ArrayEntry(path=path_text(path), shape=tuple(x.shape), dtype=str(x.dtype)) for path, x in leaves)

@@ -16,7 +16,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from jgt.document import InputError, read_bytes
 
@@ -34,14 +33,14 @@ class Key:
 
     secret: bytes = field(repr=False)
 
-    def sign(self, values: Mapping[str, Any]) -> str:
+    def sign(self, values: Mapping[str, object]) -> str:
         """The signature of a manifest's values, without the signature that they may contain."""
         others = {name: value for name, value in values.items() if name != FIELD}
         # Keys in order and no spaces, so that the text does not depend on how the file is written.
         text = json.dumps(others, sort_keys=True, separators=(",", ":"))
         return hmac.new(self.secret, _PURPOSE + text.encode(), hashlib.sha256).hexdigest()
 
-    def problem(self, values: Mapping[str, Any]) -> str | None:
+    def problem(self, values: Mapping[str, object]) -> str | None:
         """Why a manifest's values are not trusted; None if they are."""
         signature = values.get(FIELD)
         if signature is None:

@@ -48,7 +48,7 @@ class ObjectsWriter:
         """By the folder of a save, its step and the objects that this process has written."""
         steps.start = f"{self._start:x}"
         self._shapes: tuple[tuple[int, ...], ...] = ()
-        self._shards: list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray[Any, Any]]] = []
+        self._shards: list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]] = []
 
     def space_problem(self, state: State) -> OSError | None:
         """None: a store has no free space to ask for. A quota is an error of a write."""
@@ -59,7 +59,7 @@ class ObjectsWriter:
         self._data = data
         return None
 
-    def begin(self, arrays: Mapping[str, Any], step: int) -> None:
+    def begin(self, arrays: Mapping[str, object], step: int) -> None:
         """Returns when the arrays are copied."""
         self._folder, self._saves = f"{step}-{self._start:x}-{self._saves}", self._saves + 1
         self._written[self._folder] = step, []
@@ -117,7 +117,7 @@ class ObjectsWriter:
         """Ends the writer, which has nothing under way."""
         self.tidy()
 
-    def _write_all(self, writes: Iterator[tuple[str, bytes | np.ndarray[Any, Any]]]) -> None:
+    def _write_all(self, writes: Iterator[tuple[str, bytes | np.ndarray]]) -> None:
         while True:
             with self._next:
                 found = next(writes, None)
@@ -128,7 +128,7 @@ class ObjectsWriter:
             view: Any = content if isinstance(content, bytes) else np.ascontiguousarray(content).reshape(-1).view(np.uint8)
             self._steps.bucket.write(name, seal(name, memoryview(view)))
 
-    def _pieces(self) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    def _pieces(self) -> Iterator[tuple[str, np.ndarray]]:
         for path, piece, begin, shard in self._shards:
             first = [at // size for at, size in zip(begin, piece, strict=True)]
             for index in piece_grid(shard.shape, piece):
@@ -141,7 +141,7 @@ class ObjectsWriter:
             yield f"data/{self._folder}/{DATA}/{jax.process_index()}.json", self._data.encode()
 
 
-def _on_host(x: jax.Array) -> np.ndarray[Any, Any]:
+def _on_host(x: jax.Array) -> np.ndarray:
     """The values of an array, which stay when a step takes its memory.
 
     On CPUs they are a view: XLA leaves such memory alone, and gives the step a copy. Moments in the host's memory would be a view beside

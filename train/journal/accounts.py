@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from jgt.document import InputError
 
@@ -118,11 +117,11 @@ class Accounts:
     unreadable_lines: int
     experts: Loads | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The report as plain values."""
         # Without the starts and the loads, of which there may be many, and which asdict would copy.
         starts, experts = [start.to_json() for start in self.starts], None if self.experts is None else self.experts.to_json()
-        return asdict(replace(self, starts=(), experts=None)) | {"starts": starts, "experts": experts}
+        return {**asdict(replace(self, starts=(), experts=None)), "starts": starts, "experts": experts}
 
 
 def read_accounts(run: Path) -> Accounts:
@@ -242,7 +241,7 @@ def _throughput(starts: Sequence[StartSummary], steps: int, tokens: int | None, 
     )
 
 
-def _tokens_per_step(config: Mapping[str, Any]) -> int | None:
+def _tokens_per_step(config: Mapping[str, object]) -> int | None:
     # The file may be anything that YAML allows; only whole numbers in both places give an answer.
     match config:
         case {"train": {"batch": int(batch)}, "model": {"seq": int(seq)}}:

@@ -40,7 +40,7 @@ class Event(NamedTuple):
     phase: str
     time: float
     seconds: float
-    details: Mapping[str, Any]
+    details: Mapping[str, object]
 
     def natural(self, key: str) -> int | None:
         """A detail that is a whole number of at least 0; None if it is absent or anything else."""
@@ -74,7 +74,7 @@ def _seconds(value: Any) -> float | None:
     return float(value) if type(value) in (float, int) and 0 <= value < _MAX_SECONDS else None
 
 
-def as_event(row: dict[str, Any] | None) -> Event | None:
+def as_event(row: dict[str, object] | None) -> Event | None:
     """The event in a row of an events file, whose keys it takes; None if it is anything else."""
     if row is None:
         return None
@@ -124,7 +124,7 @@ class StartSummary:
     seconds: Mapping[str, float]
     stretches: tuple[Stretch, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The entry of `starts` in the report's JSON."""
         return {name: getattr(self, name) for name in ("begin", "end", "resumed", "reached", "ended", "processes", "devices", "host")}
 

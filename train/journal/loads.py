@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from .rows import LOADS, read_metrics
 
@@ -49,7 +48,7 @@ class Loads:
         last = self.loads[-1][layer]
         return sorted(range(len(last)), key=lambda expert: -last[expert])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The entry `experts` in a report's JSON."""
         order = self.by_use(self.worst_layer)
         return {
@@ -72,7 +71,7 @@ def read_loads(run: Path) -> Loads | None:
     return Loads(steps=tuple(step for step, _ in kept), loads=tuple(found for _, found in kept)) if kept else None
 
 
-def _loads(value: Any) -> tuple[tuple[float, ...], ...]:
+def _loads(value: object) -> tuple[tuple[float, ...], ...]:
     """The loads of a record, by layer; nothing if they are anything else."""
     if not isinstance(value, list) or not all(isinstance(layer, list) and layer for layer in value):
         return ()

@@ -17,7 +17,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from jgt.document import shown
 
@@ -29,17 +28,18 @@ _ALMOST = 0.5
 _FULL = 0.97
 
 
-def clean(value: Any, most: int = 60) -> str:
+def clean(value: object, most: int = 60) -> str:
     """Text of a run's file for a terminal: printable ASCII, cut after `most` characters. Empty if it is not text."""
     # A wide character would shift the columns behind it.
     return shown(value, most, quotes=False).encode("ascii", "backslashreplace").decode()[: most + 3] if isinstance(value, str) else ""
 
 
-def number(value: Any) -> float | None:
+def number(value: object) -> float | None:
     """A finite number of a run's file; None if it is anything else."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
     # A whole number of JSON may be too large for a float.
-    return float(value) if is_number and abs(value) < 1e300 and math.isfinite(value) else None
+    return float(value) if abs(value) < 1e300 and math.isfinite(value) else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class ProcessStatus:
         return 0 if is_gone else 1 if self.slower is not None else 2 if stuck else 3 if self.slowed else 4
 
 
-def read_member(status: Mapping[str, Any], process: int, now: float, late: float = 0.0) -> ProcessStatus | None:
+def read_member(status: Mapping[str, object], process: int, now: float, late: float = 0.0) -> ProcessStatus | None:
     """A process by its status, which may be anything. now: seconds since 1970, by the first process's clock. late: as in `Watched`."""
     at = number(status.get("time"))
     if at is None:
@@ -141,7 +141,7 @@ def read_member(status: Mapping[str, Any], process: int, now: float, late: float
     )
 
 
-def whole(value: Any) -> int | None:
+def whole(value: object) -> int | None:
     """A whole number of at least 0 of a run's file; None if it is anything else."""
     return value if type(value) is int and 0 <= value < 2**53 else None
 
@@ -157,7 +157,7 @@ def _state(host: str, pid: int | None) -> str:
     return {"T": "suspended", "t": "suspended", "Z": "killed", "X": "killed"}.get(state, "silent")
 
 
-def _windows(value: Any) -> Iterator[tuple[float, float, float]]:
+def _windows(value: object) -> Iterator[tuple[float, float, float]]:
     for window in value[-2:] if isinstance(value, list) else ():
         if isinstance(window, dict):
             seconds, steps, busy, data = (number(window.get(name)) for name in ("seconds", "steps", "busy", "data"))
@@ -165,7 +165,7 @@ def _windows(value: Any) -> Iterator[tuple[float, float, float]]:
                 yield seconds / steps, busy / steps, data / steps
 
 
-def _pairs(value: Any) -> Iterator[tuple[float, float]]:
+def _pairs(value: object) -> Iterator[tuple[float, float]]:
     for pair in value[:64] if isinstance(value, list) else ():
         if isinstance(pair, list) and len(pair) == 2 and (used := number(pair[0])) is not None:
             yield used, number(pair[1]) or 0.0

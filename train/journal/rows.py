@@ -35,7 +35,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             yield line, read_object(line)
 
 
-def read_tail(path: Path, size: int) -> list[dict[str, Any]]:
+def read_tail(path: Path, size: int) -> list[dict[str, object]]:
     """The objects in the whole lines of the last `size` bytes of a file. Raises OSError."""
     with open_file(path) as file:
         begin = max(0, os.fstat(file.fileno()).st_size - size)
@@ -59,12 +59,12 @@ def forget_rows_after(path: Path, step: int) -> None:
         os.truncate(path, sum(len(line) for line, _ in lines))
 
 
-def _has_step(row: Mapping[str, Any]) -> bool:
+def _has_step(row: Mapping[str, object]) -> bool:
     # Not isinstance: True is an int.
     return type(row.get("step")) is int
 
 
-def read_config(run: Path) -> Mapping[str, Any]:
+def read_config(run: Path) -> Mapping[str, object]:
     """The config of a run's latest start, which may be of another version; empty if it cannot be read."""
     try:
         config = document.read(run / "config.yaml").plain()
@@ -73,7 +73,7 @@ def read_config(run: Path) -> Mapping[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(config: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """The values of nested mappings, with dotted keys."""
     for key, value in config.items():
         if isinstance(value, dict) and value:

@@ -32,7 +32,7 @@ class Sink:
         self.lost = 0
         """The number of records that could not be written."""
 
-    def put(self, record: Any) -> None:
+    def put(self, record: object) -> None:
         """Writes a record if that is possible."""
         self.attempt(lambda: self._write(record))
 

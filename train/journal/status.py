@@ -18,7 +18,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from ..files.disk import replaced, write_whole
 from ..files.json_text import read_object_file
@@ -48,7 +47,7 @@ def status_file(run: Path, process: int | str) -> Path:
     return run / f"status-{process}.json"
 
 
-def read_status(run: Path, process: int | str) -> Mapping[str, Any] | None:
+def read_status(run: Path, process: int | str) -> Mapping[str, object] | None:
     """The last status of a process; None without one that can be read."""
     try:
         return read_object_file(status_file(run, process))
@@ -66,7 +65,7 @@ def processes_of(run: Path, kind: str = "events") -> Iterator[int]:
             yield int(number)
 
 
-def left_open(run: Path, process: int | str) -> dict[str, Any] | None:
+def left_open(run: Path, process: int | str) -> dict[str, object] | None:
     """The event of the phase that a process had not ended at its last status; None if its events have it, or if it has ended."""
     status = read_status(run, process) or {}
     row, time = status.get("row"), status.get("time")
@@ -109,7 +108,7 @@ class Status:
         folder: Path,
         process: int | str,
         timeline: Timeline,
-        now: Callable[[], Mapping[str, Any]] = dict,
+        now: Callable[[], Mapping[str, object]] = dict,
         is_ours: Callable[[], bool] = lambda: True,
         asked: Callable[[str], object] | None = None,
     ):
@@ -143,7 +142,7 @@ class Status:
 
     def write(self) -> None:
         """Writes the status as it is now, or says once that this fails."""
-        now = dict[str, Any]()
+        now = dict[str, object]()
         # A device that fails may not say how much memory it has.
         with contextlib.suppress(Exception):
             now.update(self._now())

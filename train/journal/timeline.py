@@ -21,7 +21,7 @@ OTHER = "other"
 _SHORTEST = 0.001
 """Seconds of `other` that are worth an event. The launcher's and the steps' own phases are longer."""
 
-Details = Callable[[float], Mapping[str, Any] | None]
+Details = Callable[[float], Mapping[str, object] | None]
 """From the seconds of a phase to the other keys of its event; None if it was nothing but `other`."""
 
 
@@ -39,7 +39,7 @@ class Timeline:
     The training thread begins phases. Any thread may read the open one, and end the last one.
     """
 
-    def __init__(self, write: Callable[[dict[str, Any]], None], name: str = OTHER, begun: float | None = None):
+    def __init__(self, write: Callable[[dict[str, object]], None], name: str = OTHER, begun: float | None = None):
         self._write, self._lock = write, threading.Lock()
         now = time.time()
         self._phase: _Phase | None = _Phase(name, _none, begun or now, time.perf_counter() - (now - (begun or now)))
@@ -55,7 +55,7 @@ class Timeline:
         self._change(None)
 
     @contextlib.contextmanager
-    def phase(self, name: str, **details: Any) -> Iterator[None]:
+    def phase(self, name: str, **details: object) -> Iterator[None]:
         """The phase inside. Afterwards follows `other`. The time of one that fails is `other` too, since nothing was restored or saved."""
         self.begin(name, lambda seconds: details)
         try:
@@ -66,7 +66,7 @@ class Timeline:
         finally:
             self.begin(OTHER)
 
-    def open_row(self) -> dict[str, Any] | None:
+    def open_row(self) -> dict[str, object] | None:
         """The event that the present phase would be if it ended now; None after the last one."""
         with self._lock:
             return None if self._phase is None else _row(self._phase, time.perf_counter())
@@ -84,7 +84,7 @@ class Timeline:
             self._write(row)
 
 
-def _none(seconds: float) -> Mapping[str, Any]:
+def _none(seconds: float) -> Mapping[str, object]:
     return {}
 
 

@@ -20,12 +20,13 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from ..journal.timeline import OTHER, Timeline
+from ..step.objective import Arrays
 
 WARMUP_STEPS = 2
 """Steps at a start that are not measured: they fill caches and allocate memory."""
@@ -37,21 +38,22 @@ _DOUBT = 0.25
 """A lap is measured if its two ends are uncertain by at most this share of its length."""
 _ENDS = 32
 """The ends of steps that a clock remembers."""
+_Result = TypeVar("_Result")
 
 
-class Finished(NamedTuple):
+class Finished(NamedTuple, Generic[_Result]):
     """A finished result, the time.perf_counter() at which it was first seen to be finished, and by how much earlier it may have been."""
 
-    result: Any
+    result: _Result
     at: float
     late: float
 
 
-class InFlight:
+class InFlight(Generic[_Result]):
     """The results (trees of arrays) of dispatched steps, oldest first. At most `limit` of them are unfinished while the host continues."""
 
     def __init__(self, limit: int):
-        self._results = collections.deque[Any]()
+        self._results = collections.deque[_Result]()
         self._ends = collections.deque[tuple[float, float]]()
         """(at, late) of the oldest results, as far as they were seen to be finished."""
         self._limit, self._looked = limit, time.perf_counter()
@@ -60,7 +62,7 @@ class InFlight:
         """The number of results that `add` and `next` have not returned yet."""
         return len(self._results)
 
-    def add(self, result: Any) -> Finished | None:
+    def add(self, result: _Result) -> Finished[_Result] | None:
         """Adds the result of a step. If more than `limit` results are then in flight, waits for the oldest and returns it."""
         # If the host is slower than the devices, it never waits for them: the results that finished meanwhile get their time here.
         self._look()
@@ -71,7 +73,7 @@ class InFlight:
         self._results.append(result)
         return self.next() if len(self._results) > self._limit else None
 
-    def next(self) -> Finished:
+    def next(self) -> Finished[_Result]:
         """Waits for the oldest result and returns it."""
         self._look()
         result = jax.block_until_ready(self._results.popleft())
@@ -100,7 +102,7 @@ def steps_ahead(mesh: Mesh | AbstractMesh) -> int:
     return 0 if len(local) > 1 and local[0].platform == "cpu" else 2
 
 
-def _is_ready(result: Any) -> bool:
+def _is_ready(result: object) -> bool:
     # Results may have leaves that are not arrays of JAX; they are ready.
     return all(x.is_ready() for x in jax.tree.leaves(result) if hasattr(x, "is_ready"))
 
@@ -154,7 +156,7 @@ class Stretches:
         yield
         self._stretch.waited += time.perf_counter() - started
 
-    def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def reading(self, batches: Iterator[Arrays]) -> Iterator[Arrays]:
         """The batches. Counts the time until each is there as `data` in the event, a part of the host's work."""
         while True:
             started = time.perf_counter()
@@ -204,7 +206,7 @@ class _Stretch:
         self.done = self.last = done
         self.clock, self.waited, self.data = time.perf_counter(), 0.0, 0.0
 
-    def details(self, seconds: float) -> dict[str, Any] | None:
+    def details(self, seconds: float) -> dict[str, object] | None:
         """The keys of its event; None without a step, as between two evaluations."""
         if self.last <= self.done:
             return None

@@ -78,7 +78,7 @@ class Screen:
         for line in describe_storage(setup.storage):
             self.say(line)
 
-    def step(self, step: int, total: int, metrics: Mapping[str, Any]) -> None:
+    def step(self, step: int, total: int, metrics: Mapping[str, object]) -> None:
         """Prints a logged step, or an evaluation."""
         line = step_line(step, total, metrics, self._step_width())
         if self._notebook is None or "eval_loss" in metrics:

@@ -11,7 +11,6 @@ import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ..files.disk import replaced
 from ..journal.rows import forget_rows_after, read_metrics
@@ -27,7 +26,7 @@ class Logger:
     def __init__(self, sink: Sink):
         self.sink = sink
 
-    def add(self, step: int, values: Mapping[str, Any]) -> None:
+    def add(self, step: int, values: Mapping[str, object]) -> None:
         """Adds the metrics of a step: numbers, or None for what is not known."""
         raise NotImplementedError
 
@@ -51,7 +50,7 @@ class JsonLines(Logger):
         super().__init__(Sink(path.name, AppendedFile(path).write))
         self._path = path
 
-    def add(self, step: int, values: Mapping[str, Any]) -> None:
+    def add(self, step: int, values: Mapping[str, object]) -> None:
         """Appends a row."""
         self.sink.put(json.dumps({"step": step, **values}).encode() + b"\n")
 
@@ -72,7 +71,7 @@ class CsvFile(Logger):
         self._path, self._rows = path, rows
         self._columns: list[str] = []
 
-    def add(self, step: int, values: Mapping[str, Any]) -> None:
+    def add(self, step: int, values: Mapping[str, object]) -> None:
         """Adds the metrics of a step."""
         row = {"step": step, **values}
         if row.keys() <= set(self._columns):
@@ -84,7 +83,7 @@ class CsvFile(Logger):
         """The first row of this start has the table written anew."""
         self._columns = []
 
-    def _write_all(self, last: Mapping[str, Any]) -> None:
+    def _write_all(self, last: Mapping[str, object]) -> None:
         rows = list(read_metrics(self._rows)) if self._rows.exists() else []
         # The last row is missing there if it could not be written.
         rows += [] if rows and rows[-1] == last else [dict(last)]
@@ -94,7 +93,7 @@ class CsvFile(Logger):
         self._columns = columns
 
 
-def _csv_lines(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> bytes:
+def _csv_lines(columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> bytes:
     text = io.StringIO()
     # None becomes an empty cell, and so does a metric that the row lacks.
     csv.writer(text, lineterminator="\n").writerows([row.get(name) for name in columns] for row in rows)

@@ -62,7 +62,7 @@ class Histogram:
     squares: float
 
     @staticmethod
-    def of(values: Any) -> Histogram:
+    def of(values: object) -> Histogram:
         """The histogram of the finite values of an array. Raises ValueError if it has none."""
         array = np.asarray(values, np.float64).ravel()
         array = array[np.isfinite(array)]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from typing import Any
 
 _LIBRARY = "libnvidia-ml.so.1"
 _REASONS = {0x8: "hw slowdown", 0x40: "hw thermal", 0x20: "sw thermal", 0x80: "power brake"}
@@ -30,7 +29,7 @@ class Gpus:
             # No driver, or one that lacks these functions.
             return
 
-    def figures(self) -> dict[str, Any]:
+    def figures(self) -> dict[str, float | str]:
         """`power_w`: the sum over the GPUs in watts; `slowed`: why the clock of one is lowered. Takes about a millisecond."""
         power, reasons = 0.0, list[str]()
         for handle in self._handles:

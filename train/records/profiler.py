@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -109,7 +108,7 @@ class Profiler:
         """A context for the dispatch of a step, which marks it in the trace with the step's number."""
         return jax.profiler.StepTraceAnnotation(_ANNOTATION, step_num=step) if self.tracing else contextlib.nullcontext()
 
-    def finish(self, done: int, text: str, known_signals: Iterable[str], stages: Mapping[str, Any] | None = None) -> None:
+    def finish(self, done: int, text: str, known_signals: Iterable[str], stages: Mapping[str, object] | None = None) -> None:
         """Ends the trace after step `done` and reports it. No step may be running.
 
         text: the compiled step; known_signals: the full paths of the model's signals. stages: the layers of a pipeline, whose costs are
@@ -144,7 +143,7 @@ class Profiler:
         self._screen.table(f"{title}: milliseconds per device and step", _COLUMNS, list(_rows(profile)), numbers=len(_COLUMNS) - 1)
         self._screen.say(f"Table written to {table}; traces for XProf or TensorBoard, and for Perfetto (.json.gz), to {file.parent}")
 
-    def _store_costs(self, trace: Path, text: str, num_steps: int, stages: Mapping[str, Any]) -> None:
+    def _store_costs(self, trace: Path, text: str, num_steps: int, stages: Mapping[str, object]) -> None:
         """Writes the costs of this process's layers, which `pipeline.costs` and `jgt schedule --costs` read."""
         try:
             costs = Profile.read_layers(trace, _ANNOTATION, text, num_steps, stages)
@@ -177,7 +176,7 @@ class Profiler:
         return self._folder.glob("plugins/profile/*/*.xplane.pb")
 
 
-def layers_of_devices(setup: Setup) -> dict[str, Any] | None:
+def layers_of_devices(setup: Setup) -> dict[str, object] | None:
     """The layers of a run's pipeline, for `Profile.read_layers`; None if it cannot measure them: chunks or weight gradients are apart."""
     pipeline, mesh = setup.run.pipeline, setup.mesh
     table = None if pipeline is None else pipeline.table(mesh.shape[pipeline.axis])
@@ -187,7 +186,7 @@ def layers_of_devices(setup: Setup) -> dict[str, Any] | None:
     num_layers = [p.shape[0] for p in setup.storage.model.parameters if any(f"{name}/".startswith(under) for name in p.signals)]
     if not num_layers:
         return None
-    sizes, axis, devices = pipeline.sizes(table, num_layers[0]), list(mesh.axis_names).index(pipeline.axis), dict[int, Any]()
+    sizes, axis, devices = pipeline.sizes(table, num_layers[0]), list(mesh.axis_names).index(pipeline.axis), dict[int, object]()
     local = {device: number for number, device in enumerate(jax.local_devices())}
     for place, device in np.ndenumerate(mesh.devices):
         if device in local:

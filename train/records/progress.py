@@ -29,6 +29,7 @@ from ..models.experts.balance import EXPERT_LOAD
 from ..processes.compiled import finish_trial
 from ..settings.training import TrainConfig
 from ..setup import Setup
+from ..step.objective import Arrays
 from ..step.optimizer import learning_rate
 from ..step.sync.phases import fetch_metrics
 from .clock import WARMUP_STEPS, Finished, InFlight, StepClock, Stretches, steps_ahead
@@ -102,7 +103,7 @@ class Progress:
     def __init__(self, setup: Setup, screen: Screen, records: Records, done: int, epoch_samples: int | None = None):
         self._setup, self._config = setup, setup.run.config
         self._screen, self._records = screen, records
-        self._in_flight, self._clock = InFlight(steps_ahead(setup.mesh)), StepClock(done)
+        self._in_flight, self._clock = InFlight[StepResult](steps_ahead(setup.mesh)), StepClock(done)
         self._stretches = Stretches(done, records.timeline)
         # Inside a phase only this process knows of an update that its replicas did not apply.
         says = jax.process_index() == 0 or setup.phases is not None
@@ -111,7 +112,7 @@ class Progress:
         self._is_cpu, self._figures = jax.default_backend() == "cpu", records.timeline.figures
         self._figures |= {"total": self._total, "finished": done}
         self._last: StepResult | None = None
-        self.earlier: Mapping[str, Any] = {}
+        self.earlier: Mapping[str, float | None] = {}
         self._epoch_samples, self._tokens = epoch_samples, tokens_per_sample(setup.batch_shapes)
         model, peak = self._config.model, peak_flops(jax.devices()[0].device_kind)
         self._flops = None if self._tokens is None else self._tokens * model.flops_per_token(setup.num_parameters, setup.num_frozen)
@@ -121,7 +122,7 @@ class Progress:
         every = self._config.train.log_every
         self._loads_every = every * max(1, self._total // (_MOST_LOADS * every))
 
-    def reading(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def reading(self, batches: Iterator[Arrays]) -> Iterator[Arrays]:
         """The batches of training. The time until each is there counts as reading data."""
         return self._stretches.reading(batches)
 
@@ -164,9 +165,9 @@ class Progress:
         self.wait()
         self._stretches.end(self._dispatched)
 
-    def _handle(self, finished: Finished) -> None:
+    def _handle(self, finished: Finished[StepResult]) -> None:
         """Fetches the metrics of a finished step, logs them, and checks them."""
-        done: StepResult = finished.result
+        done = finished.result
         # One transfer for all metrics of the step.
         done = done._replace(metrics=fetch_metrics(done.metrics, has_replicas=self._setup.phases is not None))
         finish_trial()
@@ -187,7 +188,7 @@ class Progress:
         """The metrics of the last finished step by name; before the first one of this start, `earlier`."""
         return {**self.earlier} if self._last is None else _metrics_of(self._last)
 
-    def _row(self, done: StepResult, seconds: float | None) -> dict[str, Any]:
+    def _row(self, done: StepResult, seconds: float | None) -> dict[str, object]:
         """The metrics of a logged step. seconds: per step, or None if not known."""
         samples = done.samples[1] + 1
         return {

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from ..files.streams import say
 from ..journal.rows import LOADS
@@ -31,7 +30,7 @@ from .services import MlflowClient, Service, WandbClient
 from .tensorboard import Board
 
 
-def open_loggers(names: Sequence[str] | None, folder: Path, name: str, config: Callable[[], Mapping[str, Any]]) -> list[Logger]:
+def open_loggers(names: Sequence[str] | None, folder: Path, name: str, config: Callable[[], Mapping[str, object]]) -> list[Logger]:
     """The loggers of these names. None: TensorBoard's if it is installed. name, config: the run's, for services.
 
     metrics.jsonl is not among them: it is always written, because resuming, replaying and reports read it. A logger that the `log:` section
@@ -72,7 +71,7 @@ class Records:
         sinks = *(logger.sink for logger in metrics), self._events, self._sample, *(logger.sink for logger in others)
         return {sink.name: sink.lost for sink in sinks if sink.lost}
 
-    def metrics(self, step: int, values: dict[str, Any]) -> None:
+    def metrics(self, step: int, values: Mapping[str, object]) -> None:
         """Adds the metrics of a step to metrics.jsonl and to all loggers."""
         # JSON has no NaN and no infinity.
         plain = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
@@ -99,7 +98,7 @@ class Records:
         for logger in self._loads:
             logger.add(step, {"load": [[round(x, 3) if math.isfinite(x) else None for x in layer] for layer in loads]})
 
-    def phase(self, name: str, **details: Any) -> AbstractContextManager[None]:
+    def phase(self, name: str, **details: object) -> AbstractContextManager[None]:
         """Appends an event with the seconds that the phase inside took, such as init, compile, save or restore."""
         if name == "save" and self._loggers:
             self.timeline.figures.setdefault("saving", {"step": details.get("step"), "since": time.time()})
@@ -110,19 +109,19 @@ class Records:
         if (saving := self.timeline.figures.pop("saving", None)) is not None:
             self.event("write", saving["since"], time.time() - saving["since"], step=step)
 
-    def event(self, name: str, started: float, seconds: float, **details: Any) -> None:
+    def event(self, name: str, started: float, seconds: float, **details: object) -> None:
         """Appends an event that is not a phase of its own. started: seconds since 1970."""
         if name == "save_failed":
             self.timeline.figures.pop("saving", None)
         self._put({"phase": name, "time": round(started, 6), "seconds": round(seconds, 6), **details})
 
-    def stop(self, **details: Any) -> None:
+    def stop(self, **details: object) -> None:
         """Ends the last phase, and appends the event `stop`."""
         self.timeline.end()
         self.timeline.figures["end"] = details.get("why")
         self.event("stop", time.time(), 0.0, **details)
 
-    def _put(self, row: Mapping[str, Any]) -> None:
+    def _put(self, row: Mapping[str, object]) -> None:
         self._events.put(json.dumps(row).encode() + b"\n")
 
     def sample(self, text: str) -> None:

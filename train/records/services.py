@@ -21,7 +21,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from ..files.disk import write_whole
 from ..files.json_text import read_object
@@ -58,7 +57,7 @@ class Service(Logger):
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def add(self, step: int, values: Mapping[str, Any]) -> None:
+    def add(self, step: int, values: Mapping[str, object]) -> None:
         """Adds the metrics of a step to what is to be sent."""
         row = {name: float(value) for name, value in values.items() if isinstance(value, int | float) and name != "time"}
         self.sink.attempt(lambda: self._enqueue(lambda client: client.log(step, row), _WAITING_ROWS))
@@ -105,9 +104,9 @@ class Service(Logger):
 class WandbClient:
     """A run of Weights & Biases, https://docs.wandb.ai/ref/python. It reads WANDB_PROJECT, WANDB_MODE and other variables itself."""
 
-    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]):
+    def __init__(self, folder: Path, name: str, config: Mapping[str, object]):
         # Imported here, because it takes seconds, and only runs that log to it pay for it.
-        wandb: Any = importlib.import_module("wandb")
+        wandb = importlib.import_module("wandb")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=name,
@@ -128,7 +127,7 @@ class WandbClient:
 
     def log_medium(self, step: int, name: str, value: Medium) -> None:
         """Sends an image, a histogram or a text."""
-        wandb: Any = importlib.import_module("wandb")
+        wandb = importlib.import_module("wandb")
         if isinstance(value, Image):
             shown = wandb.Image(value.pixels.squeeze(2) if value.pixels.shape[2] == 1 else value.pixels)
         elif isinstance(value, Histogram):
@@ -146,8 +145,8 @@ class WandbClient:
 class MlflowClient:
     """A run of MLflow, https://mlflow.org/docs/latest/python_api. It reads MLFLOW_TRACKING_URI and other variables itself."""
 
-    def __init__(self, folder: Path, name: str, config: Mapping[str, Any]):
-        self._mlflow: Any = importlib.import_module("mlflow")
+    def __init__(self, folder: Path, name: str, config: Mapping[str, object]):
+        self._mlflow = importlib.import_module("mlflow")
         if not {"MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"} & set(os.environ):
             self._mlflow.set_experiment(_PROJECT)
         known = _ids(folder).get("mlflow")
@@ -175,7 +174,7 @@ class MlflowClient:
         self._mlflow.end_run()
 
 
-def _ids(folder: Path) -> dict[str, Any]:
+def _ids(folder: Path) -> dict[str, object]:
     """The run's id in each service; empty for a new run, or if the file is damaged."""
     with contextlib.suppress(OSError):
         return read_object((folder / "loggers.json").read_bytes()) or {}

@@ -80,7 +80,7 @@ def tokens_per_sample(batch: Mapping[str, jax.ShapeDtypeStruct]) -> int | None:
     return inputs.shape[1] if is_text and inputs is not None else None
 
 
-def describe_data(fingerprint: Mapping[str, Any]) -> str:
+def describe_data(fingerprint: Mapping[str, object]) -> str:
     """One line about the data, from its fingerprint: the checksums in it are for resuming, not for people."""
     parts = list(filter(None, [_source(fingerprint), _files(fingerprint)]))
     splits = list(_splits(fingerprint))
@@ -106,7 +106,7 @@ def describe_end(folder: Path, *, seconds: float, tokens: int | None, samples: i
     yield f"In {folder}: {', '.join(names)}"
 
 
-def _source(fingerprint: Mapping[str, Any]) -> str:
+def _source(fingerprint: Mapping[str, object]) -> str:
     parts = [value for key, value in fingerprint.items() if key.startswith("mixture[") and key.endswith("].source")]
     source = str(fingerprint.get("source", "the run's own"))
     return f"{source} of {', '.join(map(str, parts))}" if parts else source
@@ -120,7 +120,7 @@ def _files(fingerprint: Mapping[str, Any]) -> str | None:
     return None if not files else f"{files:,} {'file' if files == 1 else 'files'}, {amount(size, 'B')}"
 
 
-def _splits(fingerprint: Mapping[str, Any]) -> Iterator[str]:
+def _splits(fingerprint: Mapping[str, object]) -> Iterator[str]:
     for unit in ("tokens", "samples"):
         if train := fingerprint.get(f"train_{unit}"):
             yield f"{train:,} {unit} to train on"
@@ -138,7 +138,7 @@ _SPEED, _MFU, _TIME_LEFT = 7, 7, 10
 """The widths of columns that the first lines lack."""
 
 
-def step_line(step: int, total: int, metrics: Mapping[str, Any], width: int) -> str:
+def step_line(step: int, total: int, metrics: Mapping[str, object], width: int) -> str:
     """The line of a step: `step  30/300  loss 2.4513   123k tok  27.3k/s  31/80 GB  mfu 41%  eta 12m30s`.
 
     metrics: the logged metrics by name, with `eta_s`. None and what is not a number are left out. The line is longer than `width` only if

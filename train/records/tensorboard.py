@@ -57,7 +57,7 @@ class Board(Logger):
         self._path = folder / f"{_PREFIX}{int(time.time()):010d}.{socket.gethostname()}"
         self._file = AppendedFile(self._path, is_text=False)
 
-    def add(self, step: int, values: Mapping[str, Any]) -> None:
+    def add(self, step: int, values: Mapping[str, object]) -> None:
         """Adds the metrics of a step, as one record. TensorBoard has its own time."""
         known = {name: value for name, value in values.items() if isinstance(value, int | float) and name != "time"}
         scalars = [_Summary.Value(tag=name, simple_value=float(value)) for name, value in known.items()]
@@ -93,7 +93,7 @@ class Board(Logger):
         self._file.write(record)
 
 
-def _record(**fields: Any) -> bytes:
+def _record(**fields: object) -> bytes:
     event: bytes = _Event(wall_time=time.time(), **fields).SerializeToString()
     length = struct.pack("<Q", len(event))
     return b"".join([length, struct.pack("<I", _masked_crc32c(length)), event, struct.pack("<I", _masked_crc32c(event))])

@@ -15,7 +15,7 @@ from ..data.tokenizer import Tokenizer
 from .console import Screen
 
 
-def data_windows(run: Run, data: Data, count: int, part: str | None) -> Iterator[list[dict[str, Any]]]:
+def data_windows(run: Run, data: Data, count: int, part: str | None) -> Iterator[list[dict[str, object]]]:
     """The first windows that the run trains on, in its order, whatever its mesh: a row of values for each token.
 
     part: shows held-out windows instead: `count` of this part, or of each part if it is empty. Raises InputError.
@@ -39,7 +39,7 @@ def data_windows(run: Run, data: Data, count: int, part: str | None) -> Iterator
         yield from (_token_rows(side, tokenizer, data.end) for side in sides)
 
 
-def _token_rows(row: Mapping[str, np.ndarray], tokenizer: Tokenizer | None, end: int | None) -> list[dict[str, Any]]:
+def _token_rows(row: Mapping[str, np.ndarray], tokenizer: Tokenizer | None, end: int | None) -> list[dict[str, object]]:
     ids = [int(row["inputs"][0]), *map(int, row["targets"])]
     columns: dict[str, list[Any]] = {"position": list(range(len(ids))), "token": ids}
     if tokenizer is not None:
@@ -60,12 +60,12 @@ def _text(tokenizer: Tokenizer, before: int | None, token: int) -> str:
     return both[len(context) :] if both.startswith(context) else alone
 
 
-def _array_rows(row: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+def _array_rows(row: Mapping[str, np.ndarray]) -> list[dict[str, object]]:
     values = {name: np.asarray(x) for name, x in row.items()}
     return [{"array": name, "shape": list(x.shape), "type": str(x.dtype), "begins": x.ravel()[:8].tolist()} for name, x in values.items()]
 
 
-def print_windows(windows: Iterator[list[dict[str, Any]]]) -> None:
+def print_windows(windows: Iterator[list[dict[str, object]]]) -> None:
     """Prints windows for a person. Texts are quoted, with escapes in place of what a terminal would obey."""
     screen = Screen(enabled=True)
     for number, rows in enumerate(windows, 1):
@@ -73,6 +73,6 @@ def print_windows(windows: Iterator[list[dict[str, Any]]]) -> None:
         screen.table(f"Window {number}", list(rows[0]), cells, numbers=0)
 
 
-def _cell(name: str, value: Any) -> str:
+def _cell(name: str, value: object) -> str:
     # Of another weight than 0 and 1, three digits.
     return "" if value is None else f"{value:.3g}" if name == "weight" else shown(value, 60) if name == "text" else str(value)

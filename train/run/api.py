@@ -79,20 +79,20 @@ class RunResult:
 
 @exits_are_failures()
 def run_here(
-    config: str | Path | Mapping[str, Any],
+    config: str | Path | Mapping[str, object],
     overrides: str | Sequence[str] = (),
     *,
-    model: Any = None,
-    loss: Callable[..., Any] | None = None,
-    optimizer: Callable[..., Any] | None = None,
-    data: Any = None,
-    transform: Callable[..., Any] | None = None,
-    hooks: Mapping[str, Callable[..., Any]] | None = None,
+    model: Callable[..., object] | None = None,
+    loss: Callable[..., object] | None = None,
+    optimizer: Callable[..., object] | None = None,
+    data: object = None,
+    transform: Callable[..., object] | None = None,
+    hooks: Mapping[str, Callable[..., object]] | None = None,
     code: str | Path | Sequence[str | Path] = (),
     resume: str = "auto",
     allow_change: Sequence[str] = (),
     allow_command: bool = False,
-    **others: Any,
+    **others: object,
 ) -> RunResult:
     """Trains a run in this process, to its end or until Ctrl-C, and returns its state.
 
@@ -137,13 +137,13 @@ def start_jax_here(checked: Run) -> None:
         raise InputError([f"{checked.where('devices.virtual_cpu')}: {why}"])
 
 
-def own_code(paths: str | Path | Sequence[str | Path], objects: Mapping[str, Any]) -> Code:
+def own_code(paths: str | Path | Sequence[str | Path], objects: Mapping[str, object]) -> Code:
     """The user's own code: files, and objects by the key that they stand for."""
     read = read_code(listed(paths))
     return replace(read, objects={key: _callable(key, part) for key, part in objects.items() if part is not None})
 
 
-def _callable(key: str, part: Any) -> Callable[..., Any]:
+def _callable(key: str, part: object) -> Callable[..., object]:
     if key == "data.source" and not callable(part):
         return lambda: part
     name, of = _PARTS.get(key, (key, "a function of the moment, or a class of such functions"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -66,7 +65,7 @@ def is_read(data: DataConfig | OwnData) -> bool:
     return bool(paths) and not any(map(is_url, paths)) and sum(Finder().files(path).num_bytes for path in paths) <= 8_000_000
 
 
-def to_json(setup: Setup) -> dict[str, Any]:
+def to_json(setup: Setup) -> dict[str, object]:
     """The placement as plain values, for --json."""
     return {
         "ok": True,

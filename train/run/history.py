@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jgt import document
 from jgt.document import Node, shown
@@ -27,7 +26,7 @@ from ..files.disk import write_whole
 from ..settings.code.files import COPY, Code
 from ..weights.origin import keep_origin
 from .folder import CONFIG, CONFIGS, DATA
-from .identity import code_of
+from .identity import Change, code_of
 
 _FREE = ("mesh", "rules", "pipeline", "budget", "hooks")
 """Parts of a config whose keys are the user's own. In all others, a key that an older file lacks did not exist then."""
@@ -44,7 +43,7 @@ class ConfigChange:
     """
 
     step: int
-    changes: tuple[tuple[str, Any, Any], ...]
+    changes: tuple[Change, ...]
     kept: str
 
     @property
@@ -54,12 +53,12 @@ class ConfigChange:
         more = [] if len(lines) <= _MAX_SHOWN else [f"  and {len(lines) - _MAX_SHOWN} more; see {self.kept}"]
         return "\n".join([f"Config changes at step {self.step}:", *lines[:_MAX_SHOWN], *more])
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The details of its event."""
         return {"step": self.step, "changes": {key: [old, new] for key, old, new in self.changes}, "kept": self.kept}
 
 
-def replace_config(run: Run, data: Mapping[str, Any], step: int) -> ConfigChange | None:
+def replace_config(run: Run, data: Mapping[str, object], step: int) -> ConfigChange | None:
     """Writes the config and the identity of the data of a start that trains from `step` on. None if both are as before.
 
     What they replace is kept. Raises OSError.
@@ -83,12 +82,12 @@ def replace_config(run: Run, data: Mapping[str, Any], step: int) -> ConfigChange
     return ConfigChange(step=step, changes=tuple(changes), kept=f"{CONFIGS}/{name}.yaml") if changes else None
 
 
-def config_texts(run: Run, data: Mapping[str, Any]) -> dict[str, str]:
+def config_texts(run: Run, data: Mapping[str, object]) -> dict[str, str]:
     """The files of a run directory that describe the run, by name."""
     return {CONFIG: document.dump(run.resolved()), DATA: json.dumps(dict(data), indent=1) + "\n"}
 
 
-def begin_folder(run: Run, fingerprint: Mapping[str, Any]) -> None:
+def begin_folder(run: Run, fingerprint: Mapping[str, object]) -> None:
     """Creates the run directory, and writes the files that describe the run unless an earlier start has. Raises OSError."""
     folder = run.config.run.path
     folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +124,7 @@ def _keep(path: Path, text: str) -> None:
     write_whole(path, text)
 
 
-def _changes(path: tuple[str, ...], old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+def _changes(path: tuple[str, ...], old: object, new: object) -> Iterator[Change]:
     if not (isinstance(old, dict) and isinstance(new, dict)):
         # A run that is older than hooks had none.
         if old != new and (old, new) != (None, {}):
@@ -137,13 +136,13 @@ def _changes(path: tuple[str, ...], old: Any, new: Any) -> Iterator[tuple[str, A
             yield from _changes(inner, old.get(key), new.get(key))
 
 
-def _data_changes(before: str | None, data: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _data_changes(before: str | None, data: Mapping[str, object]) -> Iterator[Change]:
     old = {} if before is None else json.loads(before)
     for key in dict.fromkeys((*old, *data)):
         if before is not None and old.get(key) != data.get(key):
             yield f"data ({key})", old.get(key), data.get(key)
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = _MISSING if value is None else shown(value)
     return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."

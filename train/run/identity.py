@@ -38,6 +38,9 @@ _BASE = "base"
 """As `FIXED`, the contents of the folder that has frozen parameters (`train.weights.base`)."""
 _MAX_BYTES = 1_000_000
 
+Change = tuple[str, object, object]
+"""A key, its value before, and its value now."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
@@ -162,7 +165,7 @@ def check_weights(run: Run) -> None:
         raise InputError([f"{run.where('checkpoint.weights')}: checkpoint.weights: {why}. {remedy}"])
 
 
-def check_data(run: Run, fingerprint: Mapping[str, Any], resume: Resume) -> None:
+def check_data(run: Run, fingerprint: Mapping[str, object], resume: Resume) -> None:
     """Raises InputError if the data's fingerprint differs from the one in the run directory."""
     path = run.config.run.path / DATA
     if resume.never or not _has_saved(run) or not path.is_file():
@@ -178,7 +181,7 @@ def check_data(run: Run, fingerprint: Mapping[str, Any], resume: Resume) -> None
         raise InputError(problems)
 
 
-def check_origin(run: Run, before: Mapping[str, Any], data: Mapping[str, Any], where: str, allow: Sequence[str]) -> None:
+def check_origin(run: Run, before: Mapping[str, object], data: Mapping[str, object], where: str, allow: Sequence[str]) -> None:
     """Raises InputError if another run's checkpoint, whose fingerprints are `before`, was made with another model or other data."""
     config, old = (value if isinstance(value := before.get(key), dict) else {} for key in ("config", "data"))
     problems = [*_changed(run, config, where, allow), *_changed_data(run, old, data, where, allow)]
@@ -186,7 +189,7 @@ def check_origin(run: Run, before: Mapping[str, Any], data: Mapping[str, Any], w
         raise InputError(problems)
 
 
-def check_model(run: Run, before: Mapping[str, Any], weights: Path | str) -> None:
+def check_model(run: Run, before: Mapping[str, object], weights: Path | str) -> None:
     """Raises InputError with the keys in which the model differs from a checkpoint's, whose fingerprints are `before`."""
     old = _get(before, "config.model")
     different = [f"{key} is {shown(old)} there and {shown(new)} here" for key, old, new in _differences("model", old, _fixed(run)["model"])]
@@ -195,7 +198,7 @@ def check_model(run: Run, before: Mapping[str, Any], weights: Path | str) -> Non
         raise InputError([f"{run.where('checkpoint.weights')}: checkpoint.weights: {weights}: {', '.join(different)}. {remedy}"])
 
 
-def check_saved_model(run: Run, before: Mapping[str, Any], where: str) -> None:
+def check_saved_model(run: Run, before: Mapping[str, object], where: str) -> None:
     """Raises InputError with the keys of a run directory's file in which the model differs from a checkpoint's: the file was damaged."""
     problems = [
         f"{run.where(key)}: {key}: is {_shown(key, new)}, but {where} was saved with {_shown(key, old)}. Restore the file, or set {key}"
@@ -206,7 +209,7 @@ def check_saved_model(run: Run, before: Mapping[str, Any], where: str) -> None:
         raise InputError(problems)
 
 
-def check_adapters(run: Run, before: Mapping[str, Any], weights: Path | str) -> None:
+def check_adapters(run: Run, before: Mapping[str, object], weights: Path | str) -> None:
     """Raises InputError if the run would leave out or change the adapters of a checkpoint, whose fingerprints are `before`."""
     old = _get(before, "config.lora")
     differences = [] if old is None else _differences("lora", old, _fixed(run)["lora"])
@@ -217,19 +220,19 @@ def check_adapters(run: Run, before: Mapping[str, Any], weights: Path | str) -> 
         raise InputError([f"{run.where('checkpoint.weights')}: checkpoint.weights: {weights}: {', '.join(different)}. {remedy}"])
 
 
-def fingerprints(run: Run, data: Mapping[str, Any]) -> dict[str, Any]:
+def fingerprints(run: Run, data: Mapping[str, object]) -> dict[str, object]:
     """The values that a checkpoint records about its run."""
     return {"config": _fixed(run), "data": dict(data)}
 
 
-def _fixed(run: Run) -> dict[str, Any]:
+def _fixed(run: Run) -> dict[str, object]:
     # As in a file, so that values compare equal to the ones there: a tuple is a list.
     resolved = Node.of(run.resolved(), "config").plain()
     keys = (*FIXED, _REFERENCE) if run.config.train.loss == DPO else FIXED
     return {**{key: _get(resolved, key) for key in keys}, "code": run.code.checksum or None}
 
 
-def _changed(run: Run, before: Mapping[str, Any], where: str, allow: Sequence[str]) -> list[str]:
+def _changed(run: Run, before: Mapping[str, object], where: str, allow: Sequence[str]) -> list[str]:
     return [
         f"{run.where(key)}: {key}: is {_shown(key, new)}, but {where} was started with {_shown(key, old)}. "
         f"Change it back, give the run another name (run.name=...), or allow it (--allow-change {key})"
@@ -246,7 +249,7 @@ def _shown(key: str, value: Any) -> str:
     return "no code of your own" if value is None else f"other code ({value[:8]})"
 
 
-def _changed_data(run: Run, before: Mapping[str, Any], after: Mapping[str, Any], where: str, allow: Sequence[str]) -> list[str]:
+def _changed_data(run: Run, before: Mapping[str, object], after: Mapping[str, object], where: str, allow: Sequence[str]) -> list[str]:
     keys = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
     was, now = ({key: shown(value) for key, value in data.items()} for data in (before, after))
     # A checksum says nothing to a person.
@@ -262,7 +265,7 @@ def _is_below(key: str, section: str) -> bool:
     return key == section or key.startswith(f"{section}.")
 
 
-def _differences(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+def _differences(key: str, old: object, new: object) -> Iterator[Change]:
     if isinstance(old, dict) and isinstance(new, dict):
         # A key that is missing in the run's file was introduced after the run started. Its default is what the run was started with.
         for name in [name for name in old if name in new]:
@@ -271,7 +274,7 @@ def _differences(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]
         yield key, old, new
 
 
-def _get(tree: Any, key: str) -> Any:
+def _get(tree: object, key: str) -> Any:
     for part in key.split("."):
         tree = tree.get(part) if isinstance(tree, dict) else None
     return tree

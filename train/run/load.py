@@ -59,17 +59,17 @@ def load_model(
     path: str | Path,
     overrides: str | Sequence[str] = (),
     *,
-    model: Any = None,
-    loss: Callable[..., Any] | None = None,
-    data: Any = None,
-    transform: Callable[..., Any] | None = None,
+    model: Callable[..., object] | None = None,
+    loss: Callable[..., object] | None = None,
+    data: object = None,
+    transform: Callable[..., object] | None = None,
     code: str | Path | Sequence[str | Path] = (),
     sharded: bool = False,
     mesh: Any = None,
-    rules: Rules | str | Path | Mapping[str, Any] | None = None,
+    rules: Rules | str | Path | Mapping[str, object] | None = None,
     generates: bool = False,
     adapters: Mapping[str, str | Path] | None = None,
-    **others: Any,
+    **others: object,
 ) -> Loaded:
     """The model of a run directory's newest checkpoint, of one of its checkpoints, or of a folder of Hugging Face, with or without `hf:`.
 
@@ -200,7 +200,7 @@ def _read_run(folder: Path, changes: Sequence[str], own: Code) -> Run:
         raise InputError([*error.problems, *hint]) from None
 
 
-def _with_rules(run: Run, rules: Rules | str | Path | Mapping[str, Any]) -> Run:
+def _with_rules(run: Run, rules: Rules | str | Path | Mapping[str, object]) -> Run:
     if not isinstance(rules, Rules):
         rules = jgt.make_rules(read(rules, Rules.FOLDER) if isinstance(rules, str | Path) else rules)
     if problems := list(rules.axis_problems(run.mesh)):

@@ -9,7 +9,6 @@ import importlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -54,7 +53,7 @@ class Opened:
     tasks: TaskMetrics | None
     evaluations: Evaluations | None
     hooks: Sequence[Hook]
-    reference: Mapping[str, Any] | None = None
+    reference: Mapping[str, object] | None = None
 
 
 def open_all(run: Run, resume: Resume) -> Opened:
@@ -170,7 +169,7 @@ def dry_run(run: Run) -> None:
     screen.table("Bytes per device", ["what", "bytes"], rows, numbers=1)
 
 
-def _bytes_per_device(shapes: Any, shardings: Any) -> int:
+def _bytes_per_device(shapes: object, shardings: object) -> int:
     """The bytes of one device's shards of a tree of arrays. The trees of shapes and of shardings have the same structure."""
     shards = jax.tree.map(lambda x, s: int(np.prod(s.shard_shape(x.shape), dtype=np.int64)) * x.dtype.itemsize, shapes, shardings)
     return sum(jax.tree.leaves(shards))

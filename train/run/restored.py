@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +24,17 @@ from ..settings.command_line import may_have_fewer
 from ..setup import Setup
 from ..setup.published import base_shapes
 from ..setup.state import COMPILED_ONCE, without_arrays
-from ..step.state import OPTIONAL, State
+from ..step.state import OPTIONAL, State, Tree
 from ..step.sync.phases import mean_of_replicas, of_replicas
 from ..weights.base import restored_frozen, restored_params
 
 
-def saved_params(setup: Setup, saved: SavedStep, shapes: Any, shardings: Any, *, cast: bool = False) -> Any:
+def saved_params(setup: Setup, saved: SavedStep, shapes: Tree, shardings: Tree, *, cast: bool = False) -> Tree:
     """Parameters of a checkpoint, whichever of them were frozen, and packed or not. Raises InputError if they do not fit."""
     adapters, base = setup.program.adapters, saved.manifest.base
     stored = {entry.path.partition("/")[2]: entry.dtype for entry in (*saved.manifest.arrays, *(() if base is None else base.arrays))}
 
-    def as_stored(path: Any, x: Any) -> Any:
+    def as_stored(path: jax.tree_util.KeyPath, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         packing, dtype = None if adapters is None else adapters.packing_of(path_text(path)), stored.get(path_text(path), "uint8")
         return x if packing is None or dtype == "uint8" else jax.ShapeDtypeStruct(packing.unpacked(x.shape), dtype)
 
@@ -59,7 +58,7 @@ def restore_state(setup: Setup, saved: SavedStep, allow: Sequence[str] = ()) -> 
         if before:
             shapes, shardings = lifted_shapes(shapes, shardings, before, momentum=setup.shapes.momentum is not None)
     absent, cast = _absent(saved, shapes), setup.run.config.checkpoint.cast
-    frozen: dict[str, Any] = {}
+    frozen: dict[str, object] = {}
     if saved.manifest.base is not None:
         places, model, whole = (shapes.frozen, shardings.frozen), setup.run.config.model, base_shapes(setup)
         frozen = {"frozen": restored_frozen(saved, *places, model=model, whole=whole, cast=cast, allow=allow)}
@@ -79,11 +78,11 @@ def _absent(saved: SavedStep, shapes: State) -> dict[str, None]:
     return dict.fromkeys(OPTIONAL & missing)
 
 
-def _first_values(setup: Setup, names: Sequence[str]) -> dict[str, Any]:
+def _first_values(setup: Setup, names: Sequence[str]) -> dict[str, object]:
     """The values of optional parts of a state before the first step: NaN for losses, otherwise zero."""
     shapes, shardings = ({name: getattr(tree, name) for name in names} for tree in (setup.shapes, setup.shardings))
 
-    def first() -> dict[str, Any]:
+    def first() -> dict[str, object]:
         values = {name: jnp.nan if name == "losses" else 0 for name in names}
         return {name: jax.tree.map(partial(jnp.full_like, fill_value=values[name]), part) for name, part in shapes.items()}
 
@@ -120,13 +119,13 @@ def lifted_shapes(one: State, shardings: State, replicas: int, *, momentum: bool
     momentum: whether the outer step's momentum is read.
     """
 
-    def shape(x: Any) -> Any:
+    def shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((replicas, *x.shape), x.dtype)
 
     def sharding(s: NamedSharding) -> NamedSharding:
         return NamedSharding(s.mesh, PartitionSpec(None, *s.spec), memory_kind=s.memory_kind)
 
-    def lifted(state: State, fn: Any) -> State:
+    def lifted(state: State, fn: Callable[..., object]) -> State:
         anchor = state.params
         # Right after an exchange, all replicas' parameters are the anchor's.
         return replace(of_replicas(fn, replace(state, params=())), anchor=anchor, momentum=anchor if momentum else None)
@@ -134,7 +133,7 @@ def lifted_shapes(one: State, shardings: State, replicas: int, *, momentum: bool
     return lifted(one, shape), lifted(shardings, sharding)
 
 
-def restored_of_one(saved: SavedStep, one: State, shardings: State, name: str, *, cast: bool = False, keys: bool = True) -> Any:
+def restored_of_one(saved: SavedStep, one: State, shardings: State, name: str, *, cast: bool = False, keys: bool = True) -> Tree:
     """A part of a state, `variables` or `average`, from a checkpoint of any number of replicas. one, shardings: one replica's state.
 
     cast, keys: as in `restore_parts`.

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 
@@ -62,7 +61,7 @@ class Saves:
     phase: Callable[..., AbstractContextManager[None]]
     step: int
     evaluations: Evaluations | None = None
-    reference: Mapping[str, Any] | None = None
+    reference: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         self._begun, self._saved, self._is_wanted = time.monotonic(), self.step, False

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -73,7 +72,7 @@ class Session:
     profiler: Profiler
 
     @contextlib.contextmanager
-    def phase(self, name: str, **details: Any) -> Iterator[None]:
+    def phase(self, name: str, **details: object) -> Iterator[None]:
         """Inside, the watch and the records know what the run does instead of steps."""
         with self.watch.phase(name), self.records.phase(name, **details):
             yield
@@ -214,7 +213,7 @@ def _open_records(
         alerts.begin(records.event)
     gpus = Gpus(jax.local_device_count() if jax.default_backend() == "gpu" else 0)
 
-    def now() -> dict[str, Any]:
+    def now() -> dict[str, object]:
         return {**watch.now(), "memory": memory_of_devices(), **gpus.figures()}
 
     # Another run cannot have this folder while its lock is held, whoever has the lease of its bucket.

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
@@ -39,7 +39,7 @@ from ..settings.formats import duration_text
 from ..settings.training import DPO
 from ..setup import Setup
 from ..setup.published import published_params
-from ..step.state import State, digest_of_arrays
+from ..step.state import State, Tree, digest_of_arrays
 from ..step.trained import merged
 from ..weights.adapt.adapters import factors_of
 from ..weights.base import agreed, base_in, inherited_base, resumed_base
@@ -85,7 +85,7 @@ class Start:
     """
 
     setup: Setup
-    data: Mapping[str, Any]
+    data: Mapping[str, object]
     phase: Callable[..., AbstractContextManager[None]]
     say: Callable[[str], None]
 
@@ -176,7 +176,7 @@ class Start:
             for report in search.reports:
                 say(report)
 
-    def _with_fresh_adapters(self, state: State, saved: SavedStep, restored: Callable[[Any, Any], Any]) -> Any:
+    def _with_fresh_adapters(self, state: State, saved: SavedStep, restored: Callable[[Tree, Tree], Tree]) -> Tree:
         """The parameters of a checkpoint, with those of a fresh state's adapters if it lacks them. restored: restores some of them."""
         setup, adapters = self.setup, self.setup.program.adapters
         shapes, shardings = setup.saved_params
@@ -186,7 +186,7 @@ class Start:
         base = restored(adapters.divided(shapes)[0], adapters.divided(shardings)[0])
         return setup.stored_params(merged(setup.model_params(setup.last_params(state)), base))
 
-    def _restore_model(self, state: State, saved: SavedStep) -> tuple[Any, Any]:
+    def _restore_model(self, state: State, saved: SavedStep) -> tuple[Tree, Tree]:
         """The parameters of a checkpoint, and the variables that belong to them, such as statistics. Random keys belong to the run.
 
         state: a fresh one, which has the adapters that a checkpoint of the base lacks.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jgt
 from jgt import Pipeline
@@ -27,7 +26,7 @@ CALL = "model.kind: a call with tokens [b, s]"
 """The beginning of messages about a language model of the user's own."""
 
 
-def own_loss_of(config: Config, chunks: int, code: Code, where: Where) -> Callable[..., Any] | None:
+def own_loss_of(config: Config, chunks: int, code: Code, where: Where) -> Callable[..., object] | None:
     """The loss that `train.loss` names; None for the cross entropy of the next token."""
     name, place = config.train.loss, where("train.loss")
     if name in PAIRED:
@@ -41,7 +40,7 @@ def losses_of(
     layout: MeshLayout,
     pipeline: Pipeline | None,
     model: Model,
-    own: Callable[..., Any] | None,
+    own: Callable[..., object] | None,
     chunks: int,
     recompute: Callable[[Loss], Loss],
     where: Where,

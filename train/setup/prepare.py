@@ -28,6 +28,7 @@ from ..step.config import OptimizerConfig, OwnOptimizer
 from ..step.gradients import GradientSum
 from ..step.objective import Objective, problem_of_parts
 from ..step.optimizer import MakeOptimizer, build_optimizer, own_optimizer, roles_of
+from ..step.state import Tree
 from ..step.step import StepFeatures
 from ..step.sync.phases import Phases
 from ..step.trained import Trained
@@ -154,7 +155,7 @@ def _gradient_sum(accumulate: int, layout: MeshLayout, storage: Storage, trained
     """The sum of gradients. They have the places of the parameters as the loss takes them, and in the end those that the state has."""
     stored, used = storage.placement, storage.in_use.placement
 
-    def pin(gradients: Any) -> Any:
+    def pin(gradients: Tree) -> Tree:
         return jax.lax.with_sharding_constraint(gradients, trained.of(stored.gradients))
 
     whole = GradientSum(parts=1 if layout.pipeline is not None else accumulate, pin=pin)
@@ -186,7 +187,7 @@ def _gradient_sum(accumulate: int, layout: MeshLayout, storage: Storage, trained
 
 
 def _optimizer(
-    config: OptimizerConfig | OwnOptimizer, program: ModelProgram, storage: Storage, dtype: Any, code: Code, where: Where
+    config: OptimizerConfig | OwnOptimizer, program: ModelProgram, storage: Storage, dtype: jax.typing.DTypeLike, code: Code, where: Where
 ) -> MakeOptimizer:
     """The optimizer of a run. dtype: of Muon's matmuls. Raises InputError."""
     if isinstance(config, OwnOptimizer):

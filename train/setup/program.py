@@ -32,6 +32,7 @@ from ..settings.training import DPO, PAIRED
 from ..step.loss import token_places
 from ..step.objective import ShardedLoss, check_results, mode_of, own_objective, reported
 from ..step.preference import REFERENCE
+from ..step.state import Tree
 from ..step.trained import Trained, with_frozen
 from ..weights.adapt.adapters import Adapters
 from .layout import MeshLayout
@@ -66,8 +67,8 @@ class ModelProgram:
     loss: ShardedLoss
     evaluated: ShardedLoss
     is_token_loss: bool
-    init: Callable[[jax.Array], Any]
-    shapes: tuple[Any, Any, dict[str, jax.ShapeDtypeStruct]]
+    init: Callable[[jax.Array], tuple[Tree, Tree]]
+    shapes: tuple[Tree, Tree, dict[str, jax.ShapeDtypeStruct]]
 
 
 def program_of(
@@ -158,7 +159,7 @@ def _with_keys_to_take(model: OwnModel, data: DataConfig | OwnData, code: Code, 
     return replace(model, arguments={**model.arguments, **asked})
 
 
-def _own_model(config: OwnModel, code: Code, where: Where, rows: Element, loss: Callable[..., Any] | None) -> Model:
+def _own_model(config: OwnModel, code: Code, where: Where, rows: Element, loss: Callable[..., object] | None) -> Model:
     """A model of the user's own. rows, loss: a linen module is called with them to find its parameters. Raises InputError."""
     own = load_callable("model.kind", config.kind, config.arguments, code, where)
     called = f"{where('model.kind')}: {CALL}" if loss is None else f"{where('train.loss')}: train.loss"
@@ -172,7 +173,7 @@ def _own_model(config: OwnModel, code: Code, where: Where, rows: Element, loss: 
         raise InputError([f"{where('model.kind')}: model.kind: {config.kind}: {error}"]) from error
 
 
-def _call_on_zeros(batch: Element, loss: Callable[..., Any] | None, module: Any) -> Any:
+def _call_on_zeros(batch: Element, loss: Callable[..., object] | None, module: Any) -> object:
     """The loss of a batch of zeros in training, or the model's result without a loss of the user's own."""
     zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in batch.items()}
     if loss is not None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..files.cache import local_folder
 from ..models.config import ModelConfig
+from ..step.state import Tree
 from ..step.trained import merged
 from ..weights.adapt.adapters import factors_of
 from ..weights.adapters import CONFIG, Peft, read_peft
@@ -34,7 +34,7 @@ class PublishedFiles:
         """The rank of the adapter; 0 without one."""
         return 0 if self.peft is None else self.peft.rank
 
-    def factors(self, setup: Setup) -> Any:
+    def factors(self, setup: Setup) -> Tree:
         """The factors of the adapter, a tree of arrays as `setup.saved_params` lays them out."""
         adapters = setup.program.adapters
         assert adapters is not None and self.peft is not None
@@ -59,13 +59,13 @@ def open_published(setup: Setup, folder: Path, adapter: Path | None = None) -> P
     return PublishedFiles(files=files, peft=peft, sites=sites)
 
 
-def base_shapes(setup: Setup) -> Any:
+def base_shapes(setup: Setup) -> Tree:
     """The shapes of the parameters in a checkpoint, without those of adapters."""
     shapes, adapters = setup.saved_params[0], setup.program.adapters
     return shapes if adapters is None else adapters.divided(shapes)[0]
 
 
-def published_params(setup: Setup, folder: Path, first: Any = None) -> Any:
+def published_params(setup: Setup, folder: Path, first: Tree | None = None) -> Tree:
     """The parameters of a published model, as the state has them. Raises as `open_published` does.
 
     first: parameters from which new adapters come, such as those of a fresh state. None: it is made.

@@ -15,11 +15,12 @@ scan. The invariant: what is kept changes no result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
+from jax.extend.core import Primitive
 
 from jgt import recomputed
 from jgt.document import InputError
@@ -35,7 +36,7 @@ AUTO = "auto"
 ATTENDED = "heads"
 """The name of attention's result."""
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., object])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +50,7 @@ class Keep:
     remat: Remat
     fused: str = ""
 
-    def __call__(self, primitive: Any, *_: Any, **params: Any) -> bool:
+    def __call__(self, primitive: Primitive, *_: object, **params: object) -> bool:
         # `signal.tensor` is a primitive, too.
         if primitive.name == "name":
             is_kept = params["name"] in self.remat if isinstance(self.remat, tuple) else self._keeps_matmuls and params["name"] == ATTENDED
@@ -91,6 +92,6 @@ def with_remat_of(loss: _F, remat: Remat, attention: AttentionKernel | None, whe
     return recomputed(loss, keep, missing=InputError([problem]))
 
 
-def _has_weights(primitive: Any, params: dict[str, Any]) -> bool:
+def _has_weights(primitive: Primitive, params: Mapping[str, Any]) -> bool:
     """Whether this is a matmul without batch dims. Those with are attention's, whose scores are the largest arrays of a layer."""
     return primitive is jax.lax.dot_general_p and not params["dimension_numbers"][1][0]

@@ -40,7 +40,7 @@ class Setup(StateLayout):
     program: ModelProgram
     make_optimizer: MakeOptimizer
     objective: Objective
-    make_state: Callable[[Any], State]
+    make_state: Callable[[jax.Array], State]
     compiled: Any = None
 
     @property
@@ -101,7 +101,7 @@ class Setup(StateLayout):
         left = math.ceil(train.epochs * samples_of_epoch) - samples
         return replace(self, run=replace(self.run, epoch_steps=max(step - (-left // train.batch), 1)))
 
-    def train_step(self) -> Any:
+    def train_step(self) -> jax.stages.Wrapped:
         """The step under jax.jit: (state, batch, settings) → (state, metrics). The state's buffers are donated."""
         step = make_train_step(
             self.objective,
@@ -150,7 +150,7 @@ class Setup(StateLayout):
         return compiled
 
     @property
-    def step_shapes(self) -> tuple[Any, ...]:
+    def step_shapes(self) -> tuple[State, dict[str, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
         """The arguments of the step, as shapes."""
         return self.shapes, self.batch_shapes, jax.ShapeDtypeStruct((len(Settings._fields),), jnp.float32)
 
@@ -159,7 +159,7 @@ class Setup(StateLayout):
         """The names of what an evaluation computes, of which `loss` is one."""
         return tuple(self.eval_shapes(self.run.config.train.batch))
 
-    def eval_shapes(self, batch: int) -> dict[str, Any]:
+    def eval_shapes(self, batch: int) -> dict[str, object]:
         """The shapes of what an evaluation of this many rows computes. Raises InputError if its program cannot be traced."""
         rows, params = rows_of(self.program.element, batch), self.last_params(self.shapes)
         return jax.eval_shape(make_eval_step(self.objective), params, self.saved_of_one[0].variables, rows)
@@ -171,7 +171,7 @@ class Setup(StateLayout):
         shards = max(batch // places[name].shard_shape(x.shape)[0] for name, x in self.batch_shapes.items())
         return shards * (1 if self.run.pipeline is None else self.run.pipeline.microbatches)
 
-    def compile_eval_step(self, batch: int) -> Any:
+    def compile_eval_step(self, batch: int) -> jax.stages.Compiled:
         """The compiled evaluation of this many rows: (parameters, variables, batch) → a sum and its weight, by name."""
         whole, params = self.storage.model.replicated(), self.last_params(self.shapes)
         # Only parameters may have other shapes in checkpoints.

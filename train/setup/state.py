@@ -134,13 +134,13 @@ class StateLayout:
         shardings = replace(self.shardings, **without_arrays(state))
         return jax.jit(self._enter, out_shardings=shardings, compiler_options=COMPILED_ONCE)(state)
 
-    def model_params(self, params: Tree) -> Any:
+    def model_params(self, params: Tree) -> Tree:
         """The model's parameters, from the state's."""
         if not self.storage.forms:
             return params
         return jax.jit(self.storage.left, out_shardings=self.storage.model.params, compiler_options=COMPILED_ONCE)(params)
 
-    def stored_params(self, params: Tree) -> Any:
+    def stored_params(self, params: Tree) -> Tree:
         """The inverse of `model_params`."""
         if not self.storage.forms:
             return params
@@ -152,7 +152,7 @@ class StateLayout:
     def _leave(self, state: State) -> State:
         return self._converted(state, lambda storage: storage.left)
 
-    def _converted(self, state: State, conversion: Callable[[Storage], Callable[..., Any]]) -> State:
+    def _converted(self, state: State, conversion: Callable[[Storage], Callable[..., Tree]]) -> State:
         one, sync, waiting = functools.partial(_converted, convert=conversion(self.storage)), self.gradients.sync, state.waiting
         if self.phases is not None:
             return self.phases.convert(state, one)
@@ -204,10 +204,10 @@ class StateLayout:
         return replace(state, average=first(state.params))
 
     @functools.cached_property
-    def averaged_params(self) -> Callable[[Any], Any]:
+    def averaged_params(self) -> Callable[[Tree], Tree]:
         """A function from an average, in f32 and laid out like moments, to the parameters that are trained."""
 
-        def to_parameters(average: Tree) -> Any:
+        def to_parameters(average: Tree) -> Tree:
             return jax.tree.map(lambda a, p: a.astype(p.dtype), average, self.shapes.params)
 
         return jax.jit(to_parameters, out_shardings=self.trained.of(self.storage.placement.params))
@@ -224,7 +224,7 @@ def _mean(tree: Tree, shardings: Tree) -> Tree:
     return jax.jit(mean, out_shardings=shardings, compiler_options=COMPILED_ONCE)(tree)
 
 
-def _converted(state: State, convert: Callable[..., Any]) -> State:
+def _converted(state: State, convert: Callable[..., Tree]) -> State:
     """The state in another form of the parameters, and of everything that has their shapes."""
     average = None if state.average is None else convert(state.average, as_state=True)
     opt_state = convert(state.opt_state, as_state=True)

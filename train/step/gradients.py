@@ -41,12 +41,12 @@ class GradientSum:
     """
 
     parts: int = 1
-    pin: Callable[[Any], Any]
+    pin: Callable[[Tree], Tree]
     replicas: Replicas | None = None
     shardings: Tree | None = None
-    dtypes: Any = None
+    dtypes: Tree | None = None
     sync: Replicas | None = None
-    sums: Any = None
+    sums: Tree | None = None
     wire: Wire = "f32"
     is_late: bool = False
     in_layer_scan: bool = False
@@ -59,11 +59,11 @@ class GradientSum:
         return jax.tree.map(lambda p: jnp.zeros((count, *p.shape), dtype), params)
 
     @property
-    def _waiting_type(self) -> Any:
+    def _waiting_type(self) -> jax.typing.DTypeLike:
         return jnp.bfloat16 if self.wire == "bf16" else jnp.float32
 
     def differentiate(
-        self, objective: Objective, params: Tree, variables: Tree, batch: Arrays, waiting: Tree | None | None = None
+        self, objective: Objective, params: Tree, variables: Tree, batch: Arrays, waiting: Tree | None = None
     ) -> tuple[tuple[jax.Array, Part], Tree, Tree | None]:
         """The loss and the rest of its results, the gradient by the parameters as the state has them, and the gradients that wait now.
 
@@ -80,7 +80,7 @@ class GradientSum:
             gradients = jax.tree.map(lambda g, p: g.astype(p.dtype), gradients, used)
             return (jnp.sum(values), Part(None, {}, variables)), self.pin(to_stored(gradients)[0]), waiting
 
-        def differentiated(variables: Tree, rows: Arrays) -> tuple[tuple[jax.Array, Part], Any]:
+        def differentiated(variables: Tree, rows: Arrays) -> tuple[tuple[jax.Array, Part], Tree]:
             result, gradients = jax.value_and_grad(objective.loss, has_aux=True)(used, variables, rows)
             return result, to_stored(gradients)[0]
 
@@ -92,7 +92,7 @@ class GradientSum:
         # Pinned, or the scan would carry whole gradients on every device.
         gradients = self.pin(jax.tree.map(jnp.zeros_like, params))
 
-        def add(carry: tuple[Any, Any], rows: Arrays) -> tuple[Any, Any]:
+        def add(carry: tuple[Any, Tree], rows: Arrays) -> tuple[Any, Tree]:
             sums, variables = carry
             (value, part), gradients = differentiated(variables, rows)
             return jax.tree.map(jnp.add, sums, (value, part.weight, part.metrics, gradients)), part.variables
@@ -100,34 +100,34 @@ class GradientSum:
         (value, weight, metrics, gradients), variables = self._in_turn(add, ((*zero, gradients), variables), split)
         return (value, Part(weight, metrics, variables)), gradients, waiting
 
-    def _of_replicas(self, replicas: Replicas, objective: Objective, used: Tree, variables: Tree, batch: Arrays) -> tuple[jax.Array, Any]:
+    def _of_replicas(self, replicas: Replicas, objective: Objective, used: Tree, variables: Tree, batch: Arrays) -> tuple[jax.Array, Tree]:
         """The losses and gradients of all replicas, [R, ...] in f32. The loss is a sum over rows, without metrics."""
         lifted = jax.tree.map(replicas.lift, self.shardings)
 
-        def differentiated(rows: Arrays) -> tuple[jax.Array, Any]:
+        def differentiated(rows: Arrays) -> tuple[jax.Array, Tree]:
             (value, _), gradients = jax.value_and_grad(objective.loss, has_aux=True)(used, variables, rows)
             return value, jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
 
-        def pinned(results: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        def pinned(results: tuple[jax.Array, Tree]) -> tuple[jax.Array, Tree]:
             return results[0], jax.lax.with_sharding_constraint(results[1], lifted)
 
         if self.parts == 1:
             return pinned(replicas.map(differentiated)(replicas.rows(batch)))
 
-        def add(sums: tuple[jax.Array, Any], rows: Arrays) -> tuple[jax.Array, Any]:
+        def add(sums: tuple[jax.Array, Tree], rows: Arrays) -> tuple[jax.Array, Tree]:
             return pinned(jax.tree.map(jnp.add, sums, replicas.map(differentiated)(replicas.rows(rows))))
 
         zeros = jax.tree.map(lambda p: jnp.zeros((replicas.count, *p.shape), jnp.float32), used)
         return self._in_turn(add, pinned((jnp.zeros(replicas.count, jnp.float32), zeros)), self._split(batch))
 
-    def _summed(self, replicas: Replicas, gradients: Tree, waiting: Tree | None | None) -> tuple[Any, Tree | None]:
+    def _summed(self, replicas: Replicas, gradients: Tree, waiting: Tree | None) -> tuple[Tree, Tree | None]:
         """The sums over all replicas, [R, ...] → [...], of these gradients or of those that wait, and the ones that wait now."""
         if self.sync is None:
             return jax.tree.map(replicas.add_up, gradients, self.dtypes), None
         own = self._along_sync(replicas, self.sync, gradients)
         return self.sync.exchange(waiting if self.is_late else own, self.sums, self.wire), own if self.is_late else None
 
-    def _along_sync(self, replicas: Replicas, sync: Replicas, gradients: Tree) -> Any:
+    def _along_sync(self, replicas: Replicas, sync: Replicas, gradients: Tree) -> Tree:
         """The gradients of the replicas along the axis of `sync`, from all replicas' gradients. Late ones have the type of the wire."""
         if replicas.count > sync.count:
             # [R, ...] → [outer, others, ...]: the others add up first.
@@ -137,7 +137,7 @@ class GradientSum:
 
     def _summed_in_layer_scan(
         self, replicas: Replicas, objective: Objective, used: Tree, variables: Tree, batch: Arrays, waiting: Tree | None
-    ) -> tuple[jax.Array, Any, Any]:
+    ) -> tuple[jax.Array, Tree, Tree]:
         """The losses of all replicas, the sums of the gradients that waited, which the scan over layers takes, and the new gradients."""
         values, gradients, sums = replicas.differentiate_beside_sums(
             objective.loss,
@@ -170,6 +170,6 @@ class GradientSum:
         return jax.tree.map(lambda x: x.reshape(x.shape[0] // self.parts, self.parts, *x.shape[1:]).swapaxes(0, 1), batch)
 
 
-def _over_others(outer: int, x: jax.Array, dtype: Any) -> jax.Array:
+def _over_others(outer: int, x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     x = x.reshape(outer, -1, *x.shape[1:]).astype(dtype)
     return jax.lax.reduce(x, jnp.zeros((), dtype), jax.lax.add, (1,)).astype(jnp.float32)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,9 @@ TokenLoss = Callable[[Any, Arrays], jax.Array]
 Features = Callable[..., tuple[jax.Array, jax.Array]]
 Chunk = tuple[jax.Array, jax.Array, jax.Array]
 """x [b, s, d], targets [b, s] and weights [b, s] of some positions."""
+_Gradients = tuple[jax.Array, jax.Array, jax.Array]
+_Whole = TypeVar("_Whole")
+_Values = TypeVar("_Values")
 
 LOGITS_BYTES = 1 << 30
 
@@ -83,7 +86,7 @@ def loss_of_logits(model: Any, batch: Arrays) -> jax.Array:
         return jnp.sum(batch["weights"] * cross_entropy(logits.astype(jnp.float32), batch["targets"]))
 
 
-def token_places(batch: Mapping[str, Any]) -> dict[str, Any]:
+def token_places(batch: Mapping[str, _Values]) -> dict[str, _Values]:
     """The arrays of a batch that say where its tokens are, as arguments of a model."""
     return {name: batch[name] for name in PLACES if name in batch}
 
@@ -102,7 +105,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(logits, axis=-1) - _logits_of(targets, logits)
 
 
-def by_chunks(values_of: Callable[[Any], Any], whole: Any, chunks: int) -> Any:
+def by_chunks(values_of: Callable[[_Whole], _Values], whole: _Whole, chunks: int) -> _Values:
     """The values [b, s] that a function has for arrays [b, s, ...], computed for one chunk of the sequence after another."""
     # [chunks, b, s / chunks] → [b, s]
     return values_of(whole) if chunks == 1 else jax.tree.map(_joined, jax.lax.map(values_of, _split(whole, chunks)))
@@ -129,7 +132,7 @@ def _loss(options: _Options, x: jax.Array, table: jax.Array, targets: jax.Array,
     return jnp.sum(weights * by_chunks(nats_of, (x, targets, weights), chunks))
 
 
-def _forward(options: _Options, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, Any]:
+def _forward(options: _Options, x: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, _Gradients]:
     """The loss, and as residuals its gradients by x, table and weights."""
     chunks, groups, parts, wide, softcap = options
     added_up = jnp.dtype(jnp.float32) if wide else table.dtype
@@ -177,7 +180,7 @@ def _forward(options: _Options, x: jax.Array, table: jax.Array, targets: jax.Arr
     return jnp.sum(weights * nats), (by_x, by_table.astype(table.dtype), nats)
 
 
-def _backward(options: _Options, gradients: Any, cotangent: jax.Array) -> Any:
+def _backward(options: _Options, gradients: _Gradients, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None, jax.Array]:
     by_x, by_table, by_weights = ((cotangent * gradient).astype(gradient.dtype) for gradient in gradients)
     return by_x, by_table, None, by_weights
 
@@ -203,7 +206,7 @@ def _by_group(x: jax.Array, groups: Groups, parts: int) -> jax.Array:
     return x.reshape(g, b // g, parts, s // parts, *rest)
 
 
-def _split(whole: Any, chunks: int) -> Any:
+def _split(whole: _Whole, chunks: int) -> _Whole:
     # Chunk i takes positions i, i + chunks, ...: each chunk has positions of every device, so a split sequence does not move.
     return jax.tree.map(lambda a: jnp.moveaxis(a.reshape(a.shape[0], -1, chunks, *a.shape[2:]), 2, 0), whole)
 

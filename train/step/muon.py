@@ -20,7 +20,9 @@ import optax
 
 from jgt import path_text
 
-MapMatrices = Callable[[Callable[[jax.Array], jax.Array], Any], Any]
+from .state import Tree
+
+MapMatrices = Callable[[Callable[[jax.Array], jax.Array], Tree], Tree]
 """map_matrices(fn, tree): fn over the leaves [..., m, n] of a tree."""
 
 _STEPS = 5
@@ -35,11 +37,11 @@ class MuonState(NamedTuple):
     """The number of updates so far, and the momentum of each matrix."""
 
     count: Any
-    mu: Any
+    mu: Tree
 
 
 def scale_by_muon(
-    beta: float, dtype: Any, map_matrices: MapMatrices = jax.tree.map, sizes: Mapping[str, Sequence[int]] | None = None
+    beta: float, dtype: jax.typing.DTypeLike, map_matrices: MapMatrices = jax.tree.map, sizes: Mapping[str, Sequence[int]] | None = None
 ) -> optax.GradientTransformation:
     """Gradients [..., m, n] → orthogonalised updates with a root mean square of 0.2, from Nesterov's momentum.
 
@@ -47,10 +49,10 @@ def scale_by_muon(
     with zeros, by path. Padding changes no singular value, and so only the root mean square.
     """
 
-    def init(params: Any) -> MuonState:
+    def init(params: Tree) -> MuonState:
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, params))
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, MuonState]:
         count = optax.safe_increment(state.count)
         mu = optax.tree.update_moment(updates, state.mu, beta, 1)
         # Nesterov: the momentum as it will be after one more step with the same gradient.
@@ -64,7 +66,7 @@ def scale_by_muon(
         updates = jax.tree.map_with_path(scaled, orthogonal, updates)
         return updates, MuonState(count, mu)
 
-    def scaled(path: tuple[Any, ...], orthogonal: jax.Array, like: jax.Array) -> jax.Array:
+    def scaled(path: jax.tree_util.KeyPath, orthogonal: jax.Array, like: jax.Array) -> jax.Array:
         size = (sizes or {}).get(path_text(path), like.shape[-2:])
         return orthogonal.astype(like.dtype) * (_RMS * math.sqrt(max(size)))
 

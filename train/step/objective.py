@@ -46,14 +46,14 @@ class Part(NamedTuple):
     the model's, afterwards.
     """
 
-    weight: Any
-    metrics: dict[str, tuple[Any, Any]]
+    weight: jax.Array | None
+    metrics: dict[str, tuple[jax.Array, jax.Array | None]]
     variables: Tree
 
 
-Loss = Callable[[Any, Any, Arrays], tuple[jax.Array, Part]]
+Loss = Callable[[Tree, Tree, Arrays], tuple[jax.Array, Part]]
 """loss(params, variables, batch) → the loss, a mean or a sum, and the rest."""
-ShardedLoss = Sharded[[Any, Any, Arrays], tuple[jax.Array, Part]]
+ShardedLoss = Sharded[[Tree, Tree, Arrays], tuple[jax.Array, Part]]
 """The same under rules."""
 
 
@@ -68,7 +68,7 @@ class Objective:
     loss: Loss
     evaluated: Loss
     is_token_loss: bool
-    used: Callable[[Any], Any] = lambda params: params
+    used: Callable[[Tree], Tree] = lambda params: params
     settle: Settle = lambda variables: (variables, {})
     is_of_whole_batches: bool = False
 
@@ -105,7 +105,7 @@ def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], wher
     return total
 
 
-def own_objective(model: Model, loss: Callable[..., Any], where: str, *, is_training: bool) -> Loss:
+def own_objective(model: Model, loss: Callable[..., object], where: str, *, is_training: bool) -> Loss:
     """The function of arrays of a loss of the user's own. where: the place of its key. Tracing it raises InputError for another result.
 
     A loss that has the argument `train` learns by it whether the model is being trained. While it is, the model's terms are added.
@@ -134,19 +134,19 @@ def own_objective(model: Model, loss: Callable[..., Any], where: str, *, is_trai
     return total
 
 
-def mode_of(loss: Callable[..., Any], is_training: bool) -> dict[str, bool]:
+def mode_of(loss: Callable[..., object], is_training: bool) -> dict[str, bool]:
     """The argument `train` for a loss of the user's own; empty if it does not have it."""
     return {"train": is_training} if "train" in inspect.signature(loss).parameters else {}
 
 
-def checked_loss(loss: Callable[..., Any], where: str) -> Callable[..., Any]:
+def checked_loss(loss: Callable[..., object], where: str) -> Callable[..., object]:
     """A loss of the user's own. where: the place of its key. Raises InputError if it has not the arguments of a loss."""
     if problem := call_problem(loss, "model", "batch", **mode_of(loss, True)):
         raise InputError([f"{where}: train.loss: {problem}. Write loss(model, batch), or loss(model, batch, train)"])
     return loss
 
 
-def check_results(loss: Loss, shapes: tuple[Any, ...], where: str) -> None:
+def check_results(loss: Loss, shapes: tuple[Tree, Tree, Mapping[str, jax.ShapeDtypeStruct]], where: str) -> None:
     """Raises InputError for a loss of the user's own that does not depend on the model, or whose weight does. where: the place of its key.
 
     Whoever returns a loss and an accuracy means a metric, and would train with their quotient.
@@ -182,7 +182,7 @@ def reported(where: str, names: Collection[str] = ()) -> Iterator[None]:
         raise InputError([f"{where} failed: {described(error)}{more}"]) from error
 
 
-def problem_of_parts(loss: ShardedLoss, shapes: tuple[Any, ...]) -> str:
+def problem_of_parts(loss: ShardedLoss, shapes: tuple[Tree, Tree, Mapping[str, jax.ShapeDtypeStruct]]) -> str:
     """Why a loss of the user's own cannot be joined from the losses of parts of its batch; empty if it can. Its metrics count, too."""
     value, part = Pipeline.results_of_parts(loss, *shapes)
     pairs = {"the loss": (value, part.weight)} | {f"the metric {name}": pair for name, pair in part.metrics.items()}
@@ -197,17 +197,17 @@ def problem_of_parts(loss: ShardedLoss, shapes: tuple[Any, ...]) -> str:
     return ""
 
 
-def mean_of_parts(value: Any, weight: Any, parts: int) -> Any:
+def mean_of_parts(value: jax.Array, weight: jax.Array | None, parts: int) -> jax.Array:
     """The mean over a whole batch, from values and weights that were added up over its equal parts."""
     return value / parts if weight is None else value / jnp.where(weight == 0, 1, weight)
 
 
-def with_weight(value: Any, weight: Any, rows: int) -> tuple[Any, Any]:
+def with_weight(value: jax.Array, weight: jax.Array | None, rows: int) -> tuple[jax.Array, jax.Array]:
     """A value as a sum with a weight, by which batches of an evaluation can be added."""
     return (value * rows, jnp.float32(rows)) if weight is None else (value, weight)
 
 
-def _value_and_weight(value: Any, where: str, kind: Any = jnp.number) -> tuple[jax.Array, jax.Array | None]:
+def _value_and_weight(value: Any, where: str, kind: jax.typing.DTypeLike = jnp.number) -> tuple[jax.Array, jax.Array | None]:
     is_pair = isinstance(value, tuple | list) and len(value) == 2
     numbers = [jnp.asarray(x) for x in (value if is_pair else [value]) if hasattr(x, "dtype") or isinstance(x, int | float)]
     if len(numbers) != 1 + is_pair or any(x.shape or not jnp.issubdtype(x.dtype, jnp.number) for x in numbers):

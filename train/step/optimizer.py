@@ -27,6 +27,7 @@ from ..settings.code.files import Code
 from ..settings.code.names import load_callable, load_object
 from .config import OptimizerConfig, OwnOptimizer
 from .muon import MapMatrices, scale_by_muon
+from .state import Tree
 
 
 class Settings(NamedTuple):
@@ -43,9 +44,9 @@ MakeOptimizer = Callable[[Settings], optax.GradientTransformation]
 
 def build_optimizer(
     config: OptimizerConfig,
-    roles: Any,
+    roles: object,
     *,
-    dtype: Any = jnp.float32,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     map_matrices: MapMatrices = jax.tree.map,
     sizes: Mapping[str, Sequence[int]] | None = None,
 ) -> MakeOptimizer:
@@ -97,13 +98,13 @@ def own_optimizer(config: OwnOptimizer, code: Code, where: Callable[[str], str])
     return make
 
 
-def roles_of(model: Model, storage: Storage) -> Any:
+def roles_of(model: Model, storage: Storage) -> object:
     """The role of each parameter, as a tree like theirs."""
     places = storage.model
     return jax.tree.unflatten(places.tree, [model.role(p.path, len(p.shape) - len(p.sliced)) for p in places.parameters])
 
 
-def by_role(roles: Any, labels: Mapping[Role, Any], *, default: Any) -> Callable[[Any], Any]:
+def by_role(roles: object, labels: Mapping[Role, bool | str], *, default: bool | str) -> Callable[[Tree], object]:
     """A function from a tree of parameters to a tree of labels: of each parameter its role's.
 
     A parameter is looked up by its path, because optax also calls this with trees in which some parameters are left out.
@@ -112,23 +113,23 @@ def by_role(roles: Any, labels: Mapping[Role, Any], *, default: Any) -> Callable
     return lambda params: jax.tree.map_with_path(lambda path, _: by_path[path], params)
 
 
-def with_moments_in(optimizer: optax.GradientTransformation, dtype: Any) -> optax.GradientTransformation:
+def with_moments_in(optimizer: optax.GradientTransformation, dtype: jax.typing.DTypeLike) -> optax.GradientTransformation:
     """The optimizer with its moments rounded to `dtype`, to nearest, after each update, which it computes in f32.
 
     Moments are the floating arrays of its state that have the shape of a parameter.
     """
 
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> optax.OptState:
         return _cast(optimizer.init(params), params, dtype)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Tree, state: optax.OptState, params: Tree | None = None) -> tuple[Tree, optax.OptState]:
         updates, state = optimizer.update(updates, _cast(state, params, jnp.float32), params)
         return updates, _cast(state, params, dtype)
 
     return optax.GradientTransformation(init, update)
 
 
-def _cast(state: Any, params: Any, dtype: Any) -> Any:
+def _cast(state: optax.OptState, params: Tree | None, dtype: jax.typing.DTypeLike) -> optax.OptState:
     # By shape, since a state does not say which of its arrays are moments. Counts are integers, so a scalar parameter is safe, too.
     shapes = {x.shape for x in jax.tree.leaves(params)}
     return jax.tree.map(lambda x: x.astype(dtype) if x.shape in shapes and jnp.issubdtype(x.dtype, jnp.floating) else x, state)

@@ -36,9 +36,12 @@ REFERENCE = "reference"
 """The name in a batch of the reference's log-probabilities, f32[b, 2]."""
 _LARGEST_LOG = -1e-6
 """A probability has at most this logarithm where its odds are taken, which are infinite at 1."""
+_Mean = tuple[jax.Array, jax.Array]
+_Means = tuple[_Mean, dict[str, _Mean]]
+"""The loss and the metrics of a batch, each a sum over pairs and their number."""
 
 
-def dpo_loss(model: Any, batch: Arrays, *, beta: float, chunks: int = 1, softcap: float | None = None) -> Any:
+def dpo_loss(model: Any, batch: Arrays, *, beta: float, chunks: int = 1, softcap: float | None = None) -> _Means:
     """The loss of DPO as a sum over pairs and their number, and its metrics in the same form.
 
     batch: {inputs, targets: int[b, 2, s], weights: f32[b, 2, s], reference: f32[b, 2]}: the chosen answer and the rejected one. Tokens
@@ -50,7 +53,7 @@ def dpo_loss(model: Any, batch: Arrays, *, beta: float, chunks: int = 1, softcap
     return _means(batch, -jax.nn.log_sigmoid(margins), margins, chosen_reward=rewards[:, 0])
 
 
-def orpo_loss(model: Any, batch: Arrays, *, beta: float, chunks: int = 1, softcap: float | None = None) -> Any:
+def orpo_loss(model: Any, batch: Arrays, *, beta: float, chunks: int = 1, softcap: float | None = None) -> _Means:
     """As `dpo_loss`, the loss of ORPO, of a batch without a reference. beta: the weight of the odds, which the paper calls lambda."""
     tokens = jnp.maximum(jnp.sum(batch["weights"], -1), 1)
     logs = log_probabilities(model, batch, chunks=chunks, softcap=softcap) / tokens  # [b, 2]
@@ -60,7 +63,7 @@ def orpo_loss(model: Any, batch: Arrays, *, beta: float, chunks: int = 1, softca
     return _means(batch, -logs[:, 0] - beta * jax.nn.log_sigmoid(margins), margins, chosen_nats=-logs[:, 0])
 
 
-def _means(batch: Arrays, losses: jax.Array, margins: jax.Array, **others: jax.Array) -> Any:
+def _means(batch: Arrays, losses: jax.Array, margins: jax.Array, **others: jax.Array) -> _Means:
     """The loss and the metrics, as sums over pairs and their number. losses, margins, others: [b]."""
     is_pair = jnp.any(batch["weights"] > 0, (1, 2)).astype(jnp.float32)
     metrics = {"margin": margins, "accuracy": (margins > 0).astype(jnp.float32), **others}

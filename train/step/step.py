@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -135,7 +134,7 @@ def make_train_step(
     return train_step
 
 
-def make_eval_step(objective: Objective) -> Callable[[Any, Any, Arrays], dict[str, tuple[jax.Array, jax.Array]]]:
+def make_eval_step(objective: Objective) -> Callable[[Tree, Tree, Arrays], dict[str, tuple[jax.Array, jax.Array]]]:
     """step(params, variables, batch) → a sum and its weight by name: the loss and its metrics.
 
     The mean over several batches is the quotient of the sums of both.

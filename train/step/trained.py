@@ -18,6 +18,7 @@ from jgt import matches_end, path_text
 from jgt.document import InputError, nearest
 
 from ..models.model import Model
+from .state import Tree
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,11 @@ class Trained:
         """Whether the parameter at a path is trained."""
         return self.patterns is None or any(matches_end(pattern, path) for pattern in self.patterns)
 
-    def split(self, tree: Any) -> tuple[Any, Any]:
+    def split(self, tree: Any) -> tuple[dict[Any, Any], dict[Any, Any]]:
         """The entries of the trained parameters and those of the frozen ones, in a tree by parameter."""
         return divided(tree, self.has)
 
-    def of(self, tree: Any) -> Any:
+    def of(self, tree: Any) -> dict[Any, Any]:
         """The entries of the trained parameters in a tree by parameter."""
         return self.split(tree)[0]
 
@@ -46,14 +47,14 @@ class Trained:
             if not any(matches_end(pattern, path) for path in paths):
                 yield f"no parameter matches {pattern!r}. {nearest(pattern, _possible(paths))}"
 
-    def frozen_in(self, model: Model, dtype: Any) -> Model:
+    def frozen_in(self, model: Model, dtype: jax.typing.DTypeLike) -> Model:
         """The model with its frozen parameters in another type, if they are floats."""
 
-        def cast(path: Any, x: Any) -> Any:
+        def cast(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
             is_cast = jnp.issubdtype(x.dtype, jnp.floating) and not self.has(path_text(path))
             return x.astype(dtype) if is_cast else x
 
-        def init(key: jax.Array) -> tuple[Any, Any]:
+        def init(key: jax.Array) -> tuple[Tree, Tree]:
             params, variables = model.init(key)
             return jax.tree.map_with_path(cast, params), variables
 
@@ -74,10 +75,10 @@ def with_frozen(model: Model, trained: Trained, dtype: str, where: Callable[[str
     return model if dtype == "f32" else trained.frozen_in(model, jnp.bfloat16)
 
 
-def divided(tree: Any, is_first: Callable[[str], bool], path: str = "") -> tuple[Any, Any]:
+def divided(tree: Mapping[Any, Tree], is_first: Callable[[str], bool], path: str = "") -> tuple[dict[Any, Tree], dict[Any, Tree]]:
     """Nested dicts as two, by the paths of their leaves. A dict without leaves is in the first."""
-    first: dict[Any, Any] = {}
-    second: dict[Any, Any] = {}
+    first: dict[object, Tree] = {}
+    second: dict[object, Tree] = {}
     for name, x in tree.items():
         below = f"{path}/{name}" if path else str(name)
         if not isinstance(x, Mapping):
@@ -89,7 +90,7 @@ def divided(tree: Any, is_first: Callable[[str], bool], path: str = "") -> tuple
     return first, second
 
 
-def merged(tree: Any, other: Any) -> Any:
+def merged(tree: Tree, other: Tree) -> Tree:
     """Nested dicts with the leaves of both; where both have one, the other's."""
     if not isinstance(tree, Mapping) or not isinstance(other, Mapping):
         return other

@@ -19,7 +19,7 @@ from jgt import Storage, path_text
 
 from .state import Tree
 
-Update = Callable[[optax.GradientTransformation, Any, Any, Any, jax.Array], tuple[Any, Any]]
+Update = Callable[[optax.GradientTransformation, Tree, Tree, optax.OptState, jax.Array], tuple[Tree, optax.OptState]]
 """update(optimizer, gradients, params, opt_state, applied) → params and opt_state; the old ones if `applied`, a bool[], is false."""
 
 
@@ -68,7 +68,7 @@ def update_in_turn(storage: Storage) -> Update:
     return update
 
 
-def _is_masked(x: Any) -> bool:
+def _is_masked(x: object) -> bool:
     return isinstance(x, optax.MaskedNode)
 
 

@@ -60,7 +60,7 @@ class Alerts(Logger):
         with contextlib.suppress(RuntimeError):
             self._thread.start()
 
-    def add(self, step: int, values: Mapping[str, Any]) -> None:
+    def add(self, step: int, values: Mapping[str, object]) -> None:
         """Looks at the metrics of a step, in the thread of the alerts."""
         self._rows.put((step, values))
 

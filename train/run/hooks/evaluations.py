@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from jgt.document import InputError, nearest
 
@@ -25,6 +26,8 @@ from ...processes.processes import number_of_first_process
 from ...records.clock import InFlight, steps_ahead
 from ...step.state import Tree
 
+_Sums = Mapping[str, tuple[jax.Array, jax.Array]]
+"""The sum and the weight of each metric of an evaluation."""
 EVENT = "event"
 """In a row of metrics.jsonl of what hooks have logged, which is not an evaluation: the event."""
 _STORED = 1000
@@ -105,7 +108,7 @@ class Evaluations:
         self._read(step, stored)
         return bool(number_of_first_process(int(self._ends)))
 
-    def add(self, step: int, row: Mapping[str, Any]) -> None:
+    def add(self, step: int, row: Mapping[str, object]) -> None:
         """Adds the metrics of a step, other than those of its training."""
         self.have_news = True
         for metric in self._metrics:
@@ -197,17 +200,19 @@ def _rows_of(folder: Path) -> Iterator[dict[str, Any]]:
     return read_metrics(path) if path.is_file() else iter(())
 
 
-def _is_of_training(row: Mapping[str, Any]) -> bool:
+def _is_of_training(row: Mapping[str, object]) -> bool:
     return "lr" in row
 
 
-def held_out_means(step: Any, params: Tree, variables: Tree, batches: Mapping[str, Iterable[Any]], mesh: Any) -> dict[str, float]:
+def held_out_means(
+    step: jax.stages.Compiled, params: Tree, variables: Tree, batches: Mapping[str, Iterable[object]], mesh: Mesh | AbstractMesh
+) -> dict[str, float]:
     """The evaluation of parameters, as the state has them, on held-out data: `eval_loss` and its like, and those of each part.
 
     step: the compiled evaluation. batches: the held-out batches by part of the data.
     """
     # Sums stay on the devices until the end; fetching each would make the devices wait for the host.
-    sums, in_flight = list[tuple[str, Any]](), InFlight(steps_ahead(mesh))
+    sums, in_flight = list[tuple[str, _Sums]](), InFlight[_Sums](steps_ahead(mesh))
     for part, of_part in batches.items():
         for batch in of_part:
             sums.append((part, step(params, variables, batch)))
@@ -215,7 +220,7 @@ def held_out_means(step: Any, params: Tree, variables: Tree, batches: Mapping[st
     return _means(jax.device_get(sums))
 
 
-def _means(sums: Sequence[tuple[str, Mapping[str, tuple[Any, Any]]]]) -> dict[str, float]:
+def _means(sums: Sequence[tuple[str, _Sums]]) -> dict[str, float]:
     """The means of an evaluation, from part, sum and weight of each batch: over all parts and, if there are several, over each of them."""
     totals: dict[str, list[float]] = {}
     has_parts = len({part for part, _ in sums}) > 1

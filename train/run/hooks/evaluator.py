@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+
+import jax
 
 from ...processes.processes import barrier
 from ...records.console import Screen
@@ -40,9 +41,9 @@ class Evaluator:
     hooks: Hooks | None = None
 
     def __post_init__(self) -> None:
-        self._step: Any = None
+        self._step: jax.stages.Compiled | None = None
 
-    def evaluate(self, state: State, step: int, metrics: Mapping[str, Any]) -> None:
+    def evaluate(self, state: State, step: int, metrics: Mapping[str, object]) -> None:
         """Logs the mean loss over the held-out split (of the trainer's own loss in nats per token), and the mean of the loss's metrics."""
         if self._step is None:
             with self.phase("compile", what="evaluation"):

@@ -43,7 +43,7 @@ class Hook:
     name: str
     where: str
     config: HookConfig
-    call: Callable[[Moment], Any]
+    call: Callable[[Moment], object]
 
     def is_due(self, event: str, step: int) -> bool:
         """Whether it is called at an event of a step."""
@@ -65,7 +65,7 @@ class Hooks:
         """Whether any of them is called at an event of a step: `step`, or one of `at`."""
         return any(hook.is_due(event, step) for hook in self._hooks)
 
-    def call(self, event: str, state: State, step: int, last_step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+    def call(self, event: str, state: State, step: int, last_step: int, metrics: Mapping[str, object]) -> dict[str, float]:
         """Calls the hooks of an event, in the order of the file, and returns the numbers that they log. metrics: those of the step.
 
         Raises HookError, on all processes.
@@ -115,7 +115,7 @@ class Hooks:
             say(f"{message}. Training continues")
 
 
-def returned(value: Any) -> Mapping[str, Any] | None:
+def returned(value: object) -> Mapping[str, object] | None:
     """The numbers that a hook has returned. Raises TypeError for anything else."""
     if value is not None and not isinstance(value, Mapping):
         raise TypeError(f"it returned a value of type {type(value).__name__}. Return nothing, or a mapping of names to numbers")
@@ -140,7 +140,7 @@ def open_hooks(run: Run) -> list[Hook]:
     return hooks
 
 
-def _made(name: str, config: HookConfig, code: Code, where: Callable[[str], str]) -> Callable[[Moment], Any]:
+def _made(name: str, config: HookConfig, code: Code, where: Callable[[str], str]) -> Callable[[Moment], object]:
     """The function of a hook. Raises InputError."""
     key = f"hooks.{name}.call"
     found: Any = load_object(config.call, key, code, where(key))
@@ -149,7 +149,7 @@ def _made(name: str, config: HookConfig, code: Code, where: Callable[[str], str]
         full = f"hooks.{name}.{argument}" if argument else key
         return f"{where(full)}: {full}"
 
-    arguments: Mapping[str, Any] = {}
+    arguments: Mapping[str, object] = {}
     if inspect.isclass(found):
         found = call_with(found, config.arguments, {}, place)
         if not callable(found):

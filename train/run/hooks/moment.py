@@ -48,7 +48,7 @@ class Moment:
     programs: Loaded
     show: Callable[[str, Medium], None]
     scalars: dict[str, float] = field(default_factory=dict[str, float])
-    given: list[Any] = field(default_factory=list[Any])
+    given: list[jax.Array] = field(default_factory=list[jax.Array])
 
     @functools.cached_property
     def loaded(self) -> Loaded:
@@ -68,7 +68,7 @@ class Moment:
         """The module that a loss gets in an evaluation: an nnx.Module, or a bound module of linen."""
         return self.loaded.model
 
-    def scalar(self, name: str, value: Any) -> None:
+    def scalar(self, name: str, value: object) -> None:
         """Logs a number, as the mapping that a hook returns does. Raises ValueError for a name that is taken, or another value."""
         number = fetched(value)
         if number.size != 1 or number.dtype.kind not in "biuf":
@@ -77,14 +77,14 @@ class Moment:
             raise ValueError(f"the step has a metric {name!r} already. Take another name")
         self.scalars[name] = float(number.reshape(()))
 
-    def image(self, name: str, value: Any) -> None:
+    def image(self, name: str, value: object) -> None:
         """Logs an image: an array [height, width] or [height, width, channels], or a figure of matplotlib.
 
         Floats are between 0 and 1. Raises ValueError for other arrays.
         """
         self.show(name, Image.of(fetched(value) if isinstance(value, jax.Array) else value))
 
-    def histogram(self, name: str, values: Any) -> None:
+    def histogram(self, name: str, values: object) -> None:
         """Logs a histogram of the values of an array of any shape. Raises ValueError if none of them is finite."""
         self.show(name, Histogram.of(fetched(values)))
 
@@ -93,7 +93,7 @@ class Moment:
         self.show(name, str(text))
 
 
-def fetched(value: Any) -> np.ndarray:
+def fetched(value: object) -> np.ndarray:
     """An array on the host. All processes call this if the array is distributed over them."""
     if isinstance(value, jax.Array):
         is_here = value.is_fully_addressable or value.is_fully_replicated

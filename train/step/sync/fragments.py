@@ -12,10 +12,11 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
+
+from ..state import Tree
 
 
 @dataclass(frozen=True)
@@ -33,24 +34,24 @@ class Fragment:
 
     cuts: Mapping[int, Cut | None]
 
-    def cut(self, tree: Any, *, lead: int = 0) -> list[Any]:
+    def cut(self, tree: object, *, lead: int = 0) -> list[jax.Array]:
         """The parts of this fragment of a tree's leaves. lead: the dims in front of the parameters' own."""
         leaves = jax.tree.leaves(tree)
         return [_cut(leaves[n], cut, lead) for n, cut in self.cuts.items()]
 
-    def paste(self, tree: Any, parts: Sequence[jax.Array], *, lead: int = 0) -> Any:
+    def paste(self, tree: object, parts: Sequence[jax.Array], *, lead: int = 0) -> Tree:
         """The tree with other parts of this fragment."""
         leaves, structure = jax.tree.flatten(tree)
         for (n, cut), part in zip(self.cuts.items(), parts, strict=True):
             leaves[n] = part if cut is None else jax.lax.dynamic_update_slice_in_dim(leaves[n], part, cut.start, cut.dim + lead)
         return jax.tree.unflatten(structure, leaves)
 
-    def of_shardings(self, shardings: Any) -> list[Any]:
+    def of_shardings(self, shardings: object) -> list[NamedSharding]:
         """The shardings of the parts: no axis splits a dim that is cut."""
         leaves = jax.tree.leaves(shardings)
         return [leaves[n] for n in self.cuts]
 
-    def numbers(self, shapes: Any, shardings: Any) -> int:
+    def numbers(self, shapes: object, shardings: object) -> int:
         """The size of the fragment on one device."""
         leaves, places = jax.tree.leaves(shapes), jax.tree.leaves(shardings)
         return sum(
@@ -59,7 +60,7 @@ class Fragment:
         )
 
 
-def fragments_of(shapes: Any, shardings: Any, count: int) -> tuple[Fragment, ...]:
+def fragments_of(shapes: object, shardings: object, count: int) -> tuple[Fragment, ...]:
     """Divides parameters of these shapes into `count` fragments of about equal size on a device."""
     leaves, places = jax.tree.leaves(shapes), jax.tree.leaves(shardings)
     cuts: list[dict[int, Cut | None]] = [{} for _ in range(count)]
@@ -89,9 +90,9 @@ def _dim_to_cut(shape: tuple[int, ...], place: NamedSharding, count: int) -> int
     return min(free, key=lambda dim: math.ceil(shape[dim] / count) / shape[dim], default=None)
 
 
-def _local(x: Any, place: NamedSharding) -> int:
+def _local(x: jax.ShapeDtypeStruct, place: NamedSharding) -> int:
     return math.prod(place.shard_shape(x.shape))
 
 
-def _cut(x: Any, cut: Cut | None, lead: int) -> Any:
+def _cut(x: jax.Array, cut: Cut | None, lead: int) -> jax.Array:
     return x if cut is None else jax.lax.slice_in_dim(x, cut.start, cut.start + cut.size, axis=cut.dim + lead)

@@ -82,7 +82,7 @@ class Phases:
 
         return run
 
-    def exchange(self, state: State, shardings: Any, fragment: Fragment) -> State:
+    def exchange(self, state: State, shardings: object, fragment: Fragment) -> State:
         """The state after the exchange of a fragment: all replicas have the new anchor as their parameters. shardings: the anchor's."""
         outer, params, momentum = self.config.outer, state.params, state.momentum
         old, own = fragment.cut(state.anchor), fragment.cut(params, lead=1)
@@ -108,7 +108,7 @@ class Phases:
         return jnp.broadcast_to(x[None], (self.replicas.count, *x.shape))
 
 
-def of_replicas(fn: Callable[[Any], Any], state: State) -> State:
+def of_replicas(fn: Callable[..., object], state: State) -> State:
     """The state with `fn` applied to the arrays that each replica has for itself."""
     own = ("params", "opt_state", "variables", "losses", "average")
     return replace(state, **{name: jax.tree.map(fn, getattr(state, name)) for name in own})
@@ -124,7 +124,7 @@ def mean_of_replicas(x: jax.Array) -> jax.Array:
     return jnp.mean(x, axis=0).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x[0]
 
 
-def fetch_metrics(metrics: Mapping[str, jax.Array], *, has_replicas: bool) -> dict[str, Any]:
+def fetch_metrics(metrics: Mapping[str, jax.Array], *, has_replicas: bool) -> dict[str, object]:
     """The metrics of a step on the host, by name: means over the replicas of this process; `applied` if all of them applied the update.
 
     A mean over all replicas would be a collective over the slow axis, and would make all wait for the slowest in every step.
@@ -154,7 +154,7 @@ class ExchangePrograms:
         """The fragments in which parameters are exchanged."""
         return self._fragments(self.phases.config.fragments)
 
-    def exchange(self, part: int | None = None) -> Any:
+    def exchange(self, part: int | None = None) -> jax.stages.Wrapped:
         """The exchange of all parameters, or of one fragment by its number."""
         fragment = self._fragments(1)[0] if part is None else self.fragments[part]
         run = functools.partial(self.phases.exchange, shardings=self.shardings.anchor, fragment=fragment)
@@ -169,7 +169,7 @@ class ExchangePrograms:
     def _fragments(self, count: int) -> tuple[Fragment, ...]:
         return fragments_of(self.shapes.anchor, self.shardings.anchor, count)
 
-    def _compile(self, part: int | None) -> Any:
+    def _compile(self, part: int | None) -> jax.stages.Compiled:
         return self.exchange(part).lower(self.shapes).compile()
 
 
