@@ -85,7 +85,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         _print(result, table)
 
 
-def _results(arguments: argparse.Namespace, mesh: Mapping[str, int] | None) -> tuple[dict[str, Any], str]:
+def _results(arguments: argparse.Namespace, mesh: Mapping[str, int] | None) -> tuple[dict[str, object], str]:
     """All results as JSON has them, and the harness's table of tasks."""
     is_own = not (arguments.text or arguments.tasks)
     # Only the held-out data of a run needs the run's own program.
@@ -95,7 +95,7 @@ def _results(arguments: argparse.Namespace, mesh: Mapping[str, int] | None) -> t
         raise InputError([f"{arguments.model}: a folder of Hugging Face has no data of its own. Add --text FILE or --tasks A,B"])
     is_sharded = is_run and mesh is None and arguments.rules is None
     loaded = load_model(arguments.model, overrides, code=arguments.code, sharded=is_sharded, mesh=mesh, rules=arguments.rules)
-    result: dict[str, Any] = {"model": arguments.model, "step": loaded.step}
+    result: dict[str, object] = {"model": arguments.model, "step": loaded.step}
     if is_own:
         result["loss"] = loaded.setup.run.config.train.loss or _NATS
         result["held_out"] = _held_out(loaded)

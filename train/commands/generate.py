@@ -15,7 +15,7 @@ from jgt.document import InputError, nearest, shown
 
 from ..files.json_text import read_object
 from ..generate.chat import Chat
-from ..generate.generate import Completion, Generator
+from ..generate.generate import Completion, Generator, Prompt
 from ..generate.text import terminal_text
 from ..run.load import load_writer
 from ..settings.command_line import add_model, whole_number
@@ -72,10 +72,10 @@ def _generate(arguments: argparse.Namespace) -> None:
         _show(generator, prompts, changes)
 
 
-def _asked(arguments: argparse.Namespace) -> tuple[dict[str, Path], list[tuple[Any, str | None]]]:
+def _asked(arguments: argparse.Namespace) -> tuple[dict[str, Path], list[tuple[Prompt, str | None]]]:
     """The folders of adapters by names, and the prompts, each with the adapter that it names. Raises InputError with all problems."""
     problems = list[str]()
-    asked: list[tuple[Any, str | None]] = [(text, None) for text in arguments.prompt]
+    asked: list[tuple[Prompt, str | None]] = [(text, None) for text in arguments.prompt]
     adapters = _adapters_of(arguments.adapter, problems)
     if arguments.prompts:
         asked += _prompts_of(Path(arguments.prompts), arguments.chat, adapters, problems)
@@ -88,7 +88,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[dict[str, Path], list[tuple[A
     return adapters, asked
 
 
-def _show(generator: Generator, prompts: Sequence[Any], changes: dict[str, Any]) -> None:
+def _show(generator: Generator, prompts: Sequence[Prompt], changes: dict[str, Any]) -> None:
     """Prints each prompt with its answer: one alone as it is written, several when they are whole."""
     if len(prompts) == 1 and changes.get("samples", 1) == 1:
         # Wrong ones are reported before any text.
@@ -107,12 +107,12 @@ def _print(text: str) -> None:
     print(terminal_text(text), end="", flush=True)
 
 
-def _as_json(answer: Completion, number: int, adapter: str | None) -> dict[str, Any]:
+def _as_json(answer: Completion, number: int, adapter: str | None) -> dict[str, object]:
     said = {"prompt": number, "sample": answer.number[1], **({} if adapter is None else {"adapter": adapter})}
     return {**said, "text": answer.text, "tokens": answer.tokens, "logprobs": answer.logprobs, "reason": answer.reason}
 
 
-def _as_messages(prompt: Any) -> Any:
+def _as_messages(prompt: object) -> object:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
@@ -128,7 +128,7 @@ def _adapters_of(values: Sequence[str], problems: list[str]) -> dict[str, Path]:
     return adapters
 
 
-def _prompts_of(file: Path, is_chat: bool, adapters: Collection[str], problems: list[str]) -> Iterator[tuple[Any, str | None]]:
+def _prompts_of(file: Path, is_chat: bool, adapters: Collection[str], problems: list[str]) -> Iterator[tuple[Prompt, str | None]]:
     """The prompts of a file of JSON lines: texts or tokens; of a chat, texts or messages. Each has the adapter that its line names."""
     with file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

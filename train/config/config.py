@@ -113,7 +113,7 @@ class Run:
         """The file:line of a dotted key, or of the nearest key around it that the file contains."""
         return self.root.find(key).where
 
-    def resolved(self) -> dict[str, Any]:
+    def resolved(self) -> dict[str, object]:
         """Every key with its value, defaults included and the rules inline: the `config.yaml` of the run directory."""
         # These are not sections: `log` is a list, and the others are read by other rooms, and their resolved values are on the Run.
         separate = {"sync": self.config.sync, "log": self.config.log, "mesh": self.mesh, "rules": self.rules_root}

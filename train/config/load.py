@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from jgt import MeshSizes, PipelineConfig, Rules, document, make_rules
 from jgt.document import InputError, Node, bind
@@ -40,7 +39,7 @@ _OPTIONAL = {"alerts": AlertsConfig, "lora": LoraConfig, "pipeline": PipelineCon
 
 
 def load(
-    path: str | Path | Mapping[str, Any] | Node,
+    path: str | Path | Mapping[str, object] | Node,
     overrides: Sequence[str] = (),
     *,
     code: Code | Sequence[str | Path] = (),

@@ -44,7 +44,7 @@ def read_rows(path: Path, columns: Collection[str]) -> Iterator[Record | TextErr
 
 def _texts(path: Path, kind: str, arrays: Iterator[Any], text_of: Callable[[str, Any], str | TextError]) -> Iterator[str | TextError]:
     """A text for each value of some arrays. text_of(where, value): makes it."""
-    pyarrow: Any = importlib.import_module("pyarrow")
+    pyarrow = importlib.import_module("pyarrow")
     row, total, size = 0, 0, path.stat().st_size
     try:
         for array in arrays:
@@ -66,7 +66,7 @@ def _texts(path: Path, kind: str, arrays: Iterator[Any], text_of: Callable[[str,
         yield TextError(f"{path}: the {kind} data is damaged or cut short, after row {row}: {error}. Create or download the file again")
 
 
-def _row_text(where: str, row: dict[str, Any]) -> str | TextError:
+def _row_text(where: str, row: dict[str, object]) -> str | TextError:
     """A row of a table as JSON."""
     values = list[str]()
     for key, value in row.items():
@@ -77,13 +77,13 @@ def _row_text(where: str, row: dict[str, Any]) -> str | TextError:
     return f"{{{', '.join(values)}}}"
 
 
-def without_nulls(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_nulls(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """A mapping in JSON as a row of a table has it."""
     return {key: value for key, value in pairs if value is not None}
 
 
 def _parquet_tables(path: Path, columns: Collection[str]) -> Iterator[Any]:
-    parquet: Any = importlib.import_module("pyarrow.parquet")
+    parquet = importlib.import_module("pyarrow.parquet")
     with parquet.ParquetFile(path) as file:
         names = file.schema_arrow.names
         if not (read := [name for name in names if name in columns]):
@@ -92,7 +92,7 @@ def _parquet_tables(path: Path, columns: Collection[str]) -> Iterator[Any]:
 
 
 def _parquet_rows(path: Path, field: str) -> Iterator[Any]:
-    parquet: Any = importlib.import_module("pyarrow.parquet")
+    parquet = importlib.import_module("pyarrow.parquet")
     with parquet.ParquetFile(path) as file:
         _check_column(file.schema_arrow, field)
         # One thread: with several, a batch could be read while the file is closed.
@@ -101,8 +101,8 @@ def _parquet_rows(path: Path, field: str) -> Iterator[Any]:
 
 
 def _arrow_rows(path: Path, field: str) -> Iterator[Any]:
-    pyarrow: Any = importlib.import_module("pyarrow")
-    ipc: Any = importlib.import_module("pyarrow.ipc")
+    pyarrow = importlib.import_module("pyarrow")
+    ipc = importlib.import_module("pyarrow.ipc")
     with path.open("rb") as file:
         magic = file.read(6)
     if magic.startswith(b"FEA1"):
@@ -133,7 +133,7 @@ def _check_column(schema: Any, field: str) -> None:
 
 
 def _is_text(kind: Any) -> bool:
-    types: Any = importlib.import_module("pyarrow.types")
+    types = importlib.import_module("pyarrow.types")
     if types.is_dictionary(kind):
         kind = kind.value_type
     # Writers without the type of text write its bytes.

@@ -18,10 +18,10 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, TypeVar
 
 import numpy as np
 
@@ -76,7 +76,7 @@ def open_cached(
     reader: Reader[_Item],
     encode: Callable[[Iterator[_Item]], Iterator[np.ndarray]],
     *,
-    key: list[Any],
+    key: Sequence[object],
     dtype: str,
     cache_dir: Path,
 ) -> Stream:
@@ -196,7 +196,7 @@ def _write(folder: Path, key: str, dtype: str, pieces: Iterable[bytes], time_ns:
         raise
 
 
-def _temporary(folder: Path, key: str) -> Any:
+def _temporary(folder: Path, key: str) -> IO[bytes]:
     """A new temporary file, locked until it is closed."""
     while True:
         # In the same folder, because a rename is atomic only within one file system.

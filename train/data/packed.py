@@ -74,7 +74,7 @@ def _gzip(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstd(file: BinaryIO) -> Iterator[bytes]:
-    zstandard: Any = importlib.import_module("zstandard")
+    zstandard = importlib.import_module("zstandard")
     # A file may be several frames, one after the other. The package's own reader says nothing if the last one is cut short.
     frame: Any = None
     blocks, num_bytes = list[bytes](), 0

@@ -72,7 +72,7 @@ def special_tokens(folder: Path, id_of: Callable[[str], int | None], beginning: 
     return SpecialTokens(beginning=beginning, first=first, end_of_text=end, ends=ids, pad=pad, template=template, texts=texts)
 
 
-def declared_tokens(folder: Path, id_of: Callable[[str], int | None]) -> Iterator[tuple[int | None, Mapping[str, Any], bool]]:
+def declared_tokens(folder: Path, id_of: Callable[[str], int | None]) -> Iterator[tuple[int | None, Mapping[str, object], bool]]:
     """The tokens that files beside a tokenizer.json name, in the order in which transformers adds those that it lacks.
 
     Each has its id, if they say it, its properties, and whether these go before those in tokenizer.json. id_of: the id of a token, also
@@ -104,7 +104,7 @@ def declared_ends(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def _end_of_text(eos: Any, folder: Path, id_of: Callable[[str], int | None]) -> int | None:
+def _end_of_text(eos: object, folder: Path, id_of: Callable[[str], int | None]) -> int | None:
     """The token that ends a document: a known name, that of the files first; or else what the files name, unless it ends a turn."""
     name = _text(eos, folder, "eos_token")
     known = sorted(END_OF_TEXT_NAMES, key=lambda one: one != name)
@@ -119,7 +119,7 @@ def _config(folder: Path) -> Mapping[str, Any]:
     return config if "added_tokens_decoder" in config else {**config, **_read(folder / _NAMES)}
 
 
-def _named(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+def _named(config: Mapping[str, object], folder: Path) -> dict[str, str]:
     """The texts of tokens by their names. Raises InputError."""
     further = config.get("extra_special_tokens")
     # As in transformers: a model may have tokens of its own, such as image_token.
@@ -128,7 +128,7 @@ def _named(config: Mapping[str, Any], folder: Path) -> dict[str, str]:
     return {key: text for key, value in named.items() if (text := _text(value, folder, key)) is not None}
 
 
-def _text(value: Any, folder: Path, key: str) -> str | None:
+def _text(value: object, folder: Path, key: str) -> str | None:
     """A token's text, which may stand in a mapping with its properties."""
     text = value.get("content") if isinstance(value, Mapping) else value
     if text is None or isinstance(text, str):

@@ -12,7 +12,6 @@ import base64
 import math
 from collections.abc import Iterator
 from itertools import chain
-from typing import Any
 
 from ..files.json_text import json_value
 
@@ -47,7 +46,7 @@ def limit_problem(data: bytes) -> str | None:
     return f"has {sum(sizes):,} characters in its tokens; at most {_MOST_LETTERS:,} are allowed" if sum(sizes) > _MOST_LETTERS else None
 
 
-def _growth(node: Any) -> float:
+def _growth(node: object) -> float:
     """The factor by which a part of the file, with all parts in it, may make a text longer."""
     if isinstance(node, list):
         return math.prod(map(_growth, node))
@@ -69,7 +68,7 @@ def _growth(node: Any) -> float:
     return max(1.0, factor) * math.prod(map(_growth, node.values()))
 
 
-def _texts(node: Any) -> Iterator[str]:
+def _texts(node: object) -> Iterator[str]:
     """All texts in a part of the file, but for maps of characters."""
     if isinstance(node, str):
         yield node

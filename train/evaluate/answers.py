@@ -20,7 +20,7 @@ from ..files.streams import say
 from ..journal.rows import read_lines
 from ..journal.sink import AppendedFile
 
-_KINDS: Mapping[str, Callable[[Any], bool]] = {
+_KINDS: Mapping[str, Callable[[object], bool]] = {
     "loglikelihood": lambda answer: isinstance(answer, list) and [*map(type, answer)] == [float, bool],
     "loglikelihood_rolling": lambda answer: isinstance(answer, float),
     "generate_until": lambda answer: isinstance(answer, str),
@@ -32,7 +32,7 @@ class StoredAnswers:
     """The answers in a file. path: None stores nothing. model: the identity of the model. Raises OSError."""
 
     def __init__(self, path: Path | None = None, model: str = ""):
-        self._model, self._known = model, dict[str, Any]()
+        self._model, self._known = model, dict[str, object]()
         self._file = None if path is None else AppendedFile(path)
         if path is not None and os.path.lexists(path):
             self._read(path)
@@ -40,17 +40,17 @@ class StoredAnswers:
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(self, kind: str, question: Sequence[Any]) -> Any:
+    def find(self, kind: str, question: Sequence[object]) -> Any:
         """The stored answer to a question; None if there is none."""
         answer = self._known.get(_key(kind, question))
         return answer if _KINDS[kind](answer) else None
 
-    def add(self, kind: str, question: Sequence[Any], answer: Any) -> None:
+    def add(self, kind: str, question: Sequence[object], answer: object) -> None:
         """Stores an answer."""
         if self._file is not None:
             self._file.write(self._line(_key(kind, question), answer))
 
-    def _line(self, key: str, answer: Any) -> bytes:
+    def _line(self, key: str, answer: object) -> bytes:
         return json.dumps(sealed({"model": self._model, "question": key, "answer": answer})).encode() + b"\n"
 
     def _read(self, path: Path) -> None:
@@ -67,5 +67,5 @@ class StoredAnswers:
             say(f"{path}: {bad} of {len(lines)} stored answers are damaged, or are another model's. They are computed again; see {aside}")
 
 
-def _key(kind: str, question: Sequence[Any]) -> str:
+def _key(kind: str, question: Sequence[object]) -> str:
     return hashlib.sha256(json.dumps([kind, *question], sort_keys=True).encode()).hexdigest()

@@ -90,7 +90,7 @@ def evaluate_tasks(scorer: Scorer, config: EvalConfig, *, out: Path, identity: s
     return results
 
 
-def table_of(results: Mapping[str, Any]) -> str:
+def table_of(results: Mapping[str, object]) -> str:
     """The harness's table of results."""
     return make_table(results) + (f"\n{make_table(results, 'groups')}" if results.get("groups") else "")
 
@@ -160,13 +160,13 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportUntypedBaseClass]
         end = self._tokenizer.special.end_of_text
         return self.prefix_token_id if end is None else end
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
         """The tokens of a text, after those that the tokenizer adds to it unless it begins with them."""
         adds = not string.startswith(self._tokenizer.decode([self.prefix_token_id])) if add_special_tokens is None else add_special_tokens
         return [*(self._tokenizer.special.beginning if adds else ()), *self._tokenizer.encode(string)]
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: object
     ) -> list[tuple[float, bool]]:
         rows, answers, missing = list[Row](), self._found("loglikelihood", [pair for pair, _, _ in requests]), list[int]()
         for index, ((_, continuation), context, tokens) in enumerate(requests):
@@ -183,7 +183,7 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportUntypedBaseClass]
             self._answers.add("loglikelihood", requests[missing[n]][0], answers[missing[n]])
         return [tuple(answers[index]) for index in range(len(requests))]
 
-    def _found(self, kind: str, questions: Sequence[Sequence[Any]]) -> dict[int, Any]:
+    def _found(self, kind: str, questions: Sequence[Sequence[object]]) -> dict[int, Any]:
         """The stored answers, by the index of the question."""
         return {index: found for index, question in enumerate(questions) if (found := self._answers.find(kind, question)) is not None}
 
@@ -230,7 +230,7 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportUntypedBaseClass]
         return self._texts
 
 
-def _settings(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _settings(given: Mapping[str, object], where: str) -> dict[str, Any]:
     """A task's `generation_kwargs` as keys of `generate:`. Raises InputError for one that jgt does not have."""
     kwargs: dict[str, Any] = {**normalize_gen_kwargs(dict(given), _MOST_TOKENS)}
     tokens, stop, is_drawn = kwargs.pop("max_gen_toks"), kwargs.pop("until"), kwargs.pop("do_sample")

@@ -32,6 +32,8 @@ from ..generate.loaded import Loaded
 from ..models.decoder import scores
 from ..setup import Setup
 from ..step.loss import by_chunks, cross_entropy, num_chunks
+from ..step.objective import Arrays
+from ..step.state import Tree
 
 ROWS = 16
 """The rows of a batch, unless the user says how many."""
@@ -144,7 +146,7 @@ def score_program(setup: Setup, multiple: int) -> Callable[..., tuple[jax.Array,
     """(params, variables, batch) → nats [b] and is_greedy [b]. multiple: the parts of a sequence, by the rules."""
     model, mesh, config = setup.program.model, setup.mesh, setup.run.config.model
 
-    def score(params: Any, variables: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    def score(params: Tree, variables: Tree, batch: Arrays) -> tuple[jax.Array, jax.Array]:
         rows, seq = batch["inputs"].shape
         chunks = num_chunks(rows, seq, config.vocab, mesh.size, local_seq=max(seq // multiple, 1))
         use = functools.partial(_of_tokens, batch=batch, chunks=chunks if model.has_features else 1, softcap=config.logits_softcap)
@@ -158,7 +160,7 @@ def score_program(setup: Setup, multiple: int) -> Callable[..., tuple[jax.Array,
     return jax.jit(sharded, out_shardings=storage.model.replicated())
 
 
-def _of_tokens(module: Any, batch: Any, chunks: int, softcap: float | None) -> tuple[jax.Array, jax.Array]:
+def _of_tokens(module: Any, batch: Arrays, chunks: int, softcap: float | None) -> tuple[jax.Array, jax.Array]:
     """-log p of each target [b, s], and whether it is the likeliest token."""
 
     def of_logits(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:

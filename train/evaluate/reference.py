@@ -14,9 +14,8 @@ import io
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -77,7 +76,7 @@ def with_reference(
     return data.with_column(REFERENCE, known)
 
 
-def reference_of(run: Run) -> Mapping[str, Any]:
+def reference_of(run: Run) -> Mapping[str, object]:
     """The reference as the newest checkpoint that can be read has it: `origin` and `model`, of the parameters, and `sha256`, of the file.
 
     Empty if it says nothing. Raises OSError.
@@ -96,7 +95,9 @@ def checksum(file: Path) -> str | None:
     return None
 
 
-def _scores(setup: Setup, state: State, samples: Any, name: str, say: Callable[[str], None]) -> Iterator[np.ndarray]:
+def _scores(
+    setup: Setup, state: State, samples: Sequence[Mapping[str, np.ndarray]], name: str, say: Callable[[str], None]
+) -> Iterator[np.ndarray]:
     """The log-probabilities f32[n, 2] of some pairs after another. samples: {inputs, targets, weights: [2, s]} by index."""
     mesh = setup.mesh
     # The rules may split a batch's rows, and its sequence.

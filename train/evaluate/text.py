@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from jgt.document import InputError
 
@@ -45,7 +45,7 @@ class TextLoss:
         perplexity = math.exp(loss) if loss < 700 else math.inf
         return {"loss": loss, "perplexity": perplexity, "bits_per_byte": self.nats / math.log(2) / self.size if self.size else math.nan}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The counts and the measures."""
         counts = {"documents": self.documents, "tokens": self.tokens, "bytes": self.size}
         return {"name": self.name, **counts, **self.measures()}

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jgt.document import InputError
 
+from ..models.config import ModelConfig, OwnModel
 from ..weights.adapters import BASE, CONFIG, FACTOR, TENSORS
 from ..weights.factors import Site
 from ..weights.writing import Piece, write_folder
@@ -25,7 +25,7 @@ from .write import EXPORTED
 _MERGE = "jgt export RUN OUT --merge writes a model with all that the run has trained"
 
 
-def write_adapter(form: Form, model: SavedModel, config: Any, folder: Path, *, dtype: str) -> int:
+def write_adapter(form: Form, model: SavedModel, config: ModelConfig | OwnModel, folder: Path, *, dtype: str) -> int:
     """Writes the adapter of a checkpoint as a new folder. Returns the number of its tensors.
 
     config: the model section. Raises InputError for what PEFT cannot say, if there is something at the path or the checkpoint cannot be
@@ -35,7 +35,7 @@ def write_adapter(form: Form, model: SavedModel, config: Any, folder: Path, *, d
     assert lora is not None
     modules = _modules(form, model)
     ranks = {module: lora.rank * len(parts) for module, parts in modules.items()}
-    tensors: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
+    tensors: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
     for module, parts in modules.items():
         site, rank = parts[0][1], ranks[module]
         for one in {name for _, name in site.modules()}:

@@ -20,7 +20,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import jax
 
@@ -56,7 +55,7 @@ class Exports:
     def __init__(self, run: Run, event: Callable[..., None]):
         self.num_steps, self._id = 0, ""
         self._run, self._config, self._event = run, run.config.checkpoint.export, event
-        self._ended: SimpleQueue[tuple[str, float, dict[str, Any]]] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[str, float, dict[str, object]]] = SimpleQueue()
         self._steps = open_steps(run.config.run.checkpoints, read_key(run.config.checkpoint.key))
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="export")
         self._futures: dict[int, Future[None]] = {}

@@ -34,7 +34,7 @@ class Form:
     num_heads: of queries, and of keys.
     """
 
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     family: Family
     files: Mapping[str, Path] = field(default_factory=dict[str, Path])
     num_heads: tuple[int, int] = (1, 1)
@@ -76,7 +76,7 @@ def form_of(config: ModelConfig, run_folder: Path, tokenizer: str | None, where:
     return Form(config=values, family=described.family, files=files, num_heads=(config.heads, config.num_kv_heads))
 
 
-def own_form(model: Any, keys: Mapping[str, Any], shapes: Mapping[str, Shape], name: str, where: Callable[[str], str]) -> Form:
+def own_form(model: object, keys: Mapping[str, object], shapes: Mapping[str, Shape], name: str, where: Callable[[str], str]) -> Form:
     """The form of a model of the user's own, as its `hugging_face` says it: a function of the keys of `model:`.
 
     It returns the contents of config.json, and the tensor of each parameter. name: the name of the model in the config. Raises InputError.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,13 +19,14 @@ from ..checkpoint.listing import ArrayEntry
 from ..checkpoint.manifest import FROZEN
 from ..checkpoint.pieces import PIECE_BYTES, Span, pieces
 from ..checkpoint.saved import SavedStep
+from ..models.config import ModelConfig, OwnModel
 from ..weights.adapt.adapters import factors_of
 from ..weights.adapt.config import LoraConfig
 from ..weights.base import frozen_paths, open_base
 from ..weights.load import Files
 from ..weights.names import Shape
 
-_Array = np.ndarray[Any, Any]
+_Array = np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class SavedModel:
     packing: Packing | None = None
 
     @staticmethod
-    def of(saved: SavedStep, model: Any = None, lora: LoraConfig | None = None) -> SavedModel:
+    def of(saved: SavedStep, model: ModelConfig | OwnModel | None = None, lora: LoraConfig | None = None) -> SavedModel:
         """The model of a checkpoint. model, lora: the sections of its run. Raises InputError and DiskError if its base cannot be read."""
         arrays = _arrays(saved)
         pairs = {path: factors_of(path) for path in arrays} if lora is not None else {}

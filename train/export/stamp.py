@@ -22,18 +22,18 @@ STAMP = "export.json"
 """The file in the folder of an export."""
 
 
-def origin_of(saved: SavedStep) -> dict[str, Any]:
+def origin_of(saved: SavedStep) -> dict[str, object]:
     """The origin of an export: the identity of the run, the step, and a checksum of all that its manifest says."""
     listing = saved.manifest
     return {"run": listing.kept.id, "step": listing.step, "checkpoint": manifest.digest(listing)}
 
 
-def write_stamp(folder: Path, origin: Mapping[str, Any]) -> None:
+def write_stamp(folder: Path, origin: Mapping[str, object]) -> None:
     """Stamps a folder whose other files are written. Raises OSError."""
     write_whole(folder / STAMP, json.dumps(_stamp(folder, origin), indent=1) + "\n")
 
 
-def is_whole(folder: Path, origin: Mapping[str, Any]) -> bool:
+def is_whole(folder: Path, origin: Mapping[str, object]) -> bool:
     """Whether a folder is the export of this origin, and all its files are as they were written. Raises OSError."""
     try:
         return _read(folder) == _stamp(folder, origin)
@@ -47,7 +47,7 @@ def run_of(folder: Path) -> str | None:
     return values["run"] if values is not None and sealed(values) == values and isinstance(values.get("run"), str) else None
 
 
-def _stamp(folder: Path, origin: Mapping[str, Any]) -> dict[str, Any]:
+def _stamp(folder: Path, origin: Mapping[str, object]) -> dict[str, object]:
     entries = [entry for entry in file_entries(folder, sha256=False) if entry.path != STAMP]
     return sealed({**origin, "files": {entry.path: [entry.size, entry.crc32] for entry in entries}})
 

@@ -9,7 +9,6 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from ..weights.writing import Piece, write_folder
 from .form import Form
 from .model import SavedModel
 
-EXPORTED: Mapping[str, np.dtype[Any]] = {"f32": DTYPES["F32"], "bf16": DTYPES["BF16"]}
+EXPORTED: Mapping[str, np.dtype] = {"f32": DTYPES["F32"], "bf16": DTYPES["BF16"]}
 _TORCH = {"f32": "float32", "bf16": "bfloat16"}
 
 
@@ -61,7 +60,7 @@ def write_export(
     return len(tensors)
 
 
-def _tensor_parts(source: Source, place: Span, value: np.ndarray[Any, Any]) -> Iterator[Piece]:
+def _tensor_parts(source: Source, place: Span, value: np.ndarray) -> Iterator[Piece]:
     """The parts of tensors that a part of a parameter is. place: the part's place in the parameter."""
     stacked, inner = place[: source.num_stacked], place[source.num_stacked :]
     outputs = np.asarray(source.outputs[inner[-1]])

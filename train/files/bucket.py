@@ -19,12 +19,17 @@ import errno
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
 from jgt.document import InputError, shown
+
+if TYPE_CHECKING:
+    import tensorstore
+
+_Result = TypeVar("_Result")
 
 _URL = re.compile(r"(s3|gs)://([a-z0-9][a-z0-9._-]{1,221}[a-z0-9])(?:/+(.*))?|(file)://(/.+)")
 _ALMOST_URL = re.compile(r"(s3|gs|gcs|file|https?):/(?!/)", re.IGNORECASE)
@@ -91,7 +96,7 @@ class Bucket:
         if problem := bucket_problem(url):
             raise InputError([problem])
         self._url = url.rstrip("/")
-        self._opened: Any = None
+        self._opened: tensorstore.KvStore | None = None
 
     def url(self, name: str = "") -> str:
         """The URL of an object, for messages."""
@@ -131,7 +136,7 @@ class Bucket:
     def names(self, prefix: str = "") -> list[str]:
         """The names of all objects that begin with `prefix`, in order."""
 
-        def found() -> Any:
+        def found() -> tensorstore.Future[list[bytes]]:
             import tensorstore  # noqa: PLC0415
 
             end = (prefix[:-1] + chr(ord(prefix[-1]) + 1)) if prefix else ""
@@ -180,7 +185,7 @@ class Bucket:
             raise InputError([f"{self._url}: {why}. {remedy}"])
 
     @property
-    def _store(self) -> Any:
+    def _store(self) -> tensorstore.KvStore:
         if self._opened is None:
             for name, value in _STALL.items():
                 os.environ.setdefault(name, value)
@@ -193,7 +198,7 @@ class Bucket:
             self._opened = tensorstore.KvStore.open(_spec(self._url), context=tensorstore.Context(limits)).result()
         return self._opened
 
-    def _wait(self, name: str, call: Any) -> Any:
+    def _wait(self, name: str, call: Callable[[], tensorstore.Future[_Result]]) -> _Result:
         """The result of a call of TensorStore."""
         try:
             return call().result(timeout=_SECONDS)
@@ -208,14 +213,14 @@ class Bucket:
 _LIMITS = {"concurrency": {"limit": 4 * _THREADS}, "retries": _RETRIES}
 
 
-def _spec(url: str) -> dict[str, Any]:
+def _spec(url: str) -> dict[str, object]:
     """TensorStore's description of a URL."""
     match = _URL.fullmatch(url)
     assert match is not None
     scheme, bucket, path, _, folder = match.groups()
     if folder:
         return {"driver": "file", "path": f"{folder}/"}
-    spec: dict[str, Any] = {"driver": "gcs" if scheme == "gs" else "s3", "bucket": bucket, "path": f"{path}/" if path else ""}
+    spec: dict[str, object] = {"driver": "gcs" if scheme == "gs" else "s3", "bucket": bucket, "path": f"{path}/" if path else ""}
     if scheme == "s3":
         values = {
             "endpoint": os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"),

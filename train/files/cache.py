@@ -24,7 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jgt.document import InputError, shown
 
@@ -220,5 +219,5 @@ def _part(blob: Path) -> Path:
     return blob.with_suffix(".part")
 
 
-def _mb(count: Any) -> str:
+def _mb(count: float) -> str:
     return f"{count / 1e6:,.1f} MB"

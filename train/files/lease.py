@@ -19,7 +19,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from .bucket import ABSENT, Bucket, ChangedError
 from .ends import InUseError
@@ -154,7 +153,7 @@ def hold_lease(bucket: Bucket, seconds: float, spool: str) -> Iterator[Lease]:
         lease.release()
 
 
-def holder_of(bucket: Bucket) -> Any:
+def holder_of(bucket: Bucket) -> object:
     """The word of the start that has the lease; None if there is none. Raises OSError."""
     try:
         return _holder(bucket.read(_NAME).content).get("start")
@@ -162,11 +161,11 @@ def holder_of(bucket: Bucket) -> Any:
         return None
 
 
-def _holder(content: bytes) -> dict[str, Any]:
+def _holder(content: bytes) -> dict[str, object]:
     return read_object(content) or {}
 
 
-def _seconds_of(holder: Mapping[str, Any]) -> float:
+def _seconds_of(holder: Mapping[str, object]) -> float:
     """The time of another run's lease, by which that run renews it."""
     seconds = holder.get("seconds")
     return float(seconds) if isinstance(seconds, int | float) and 0 < seconds <= _MOST_SECONDS else 0.0

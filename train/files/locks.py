@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import fcntl
-from typing import IO, Any
+from typing import IO
 
 
-def lock(file: IO[Any] | int, *, waits: bool = False, is_shared: bool = False) -> bool:
+def lock(file: IO[bytes] | IO[str] | int, *, waits: bool = False, is_shared: bool = False) -> bool:
     """Locks an open file, or a descriptor, until it is closed. False: another process has locked it.
 
     waits: wait until the other process releases it. is_shared: other processes may take shared locks on it too. Raises OSError where the

@@ -24,7 +24,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from jgt.document import InputError, shown
 
@@ -218,7 +217,7 @@ def spool_of(folder: Path) -> str:
     return f"{_parsed(_read(folder / SPOOL)).get('folder')}-{folder.stat().st_ino}"
 
 
-def _there(bucket: Bucket) -> dict[str, Any]:
+def _there(bucket: Bucket) -> dict[str, object]:
     with contextlib.suppress(FileNotFoundError):
         return _parsed(bucket.read(f"{RECORDS}/{SPOOL}").content)
     return {}
@@ -230,11 +229,11 @@ def _read(path: Path) -> bytes:
     return b""
 
 
-def _parsed(content: bytes) -> dict[str, Any]:
+def _parsed(content: bytes) -> dict[str, object]:
     return read_object(content) or {}
 
 
-def _write(folder: Path, values: Mapping[str, Any]) -> None:
+def _write(folder: Path, values: Mapping[str, object]) -> None:
     with replaced(folder / SPOOL, is_of_run=True) as new:
         new.write_text(json.dumps(values))
 

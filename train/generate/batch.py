@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from ..settings.sampling import Sampling
 from ..step.state import Tree
 from .caching import power_of_two
 from .draw import DrawSettings
-from .programs import TextPrograms
+from .programs import Drawn, TextPrograms
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,7 +142,7 @@ class TextBatch:
             self._slots = self._programs.caching.slots(tokens)
             self._state = self._programs.grow(self._state, self._slots)
 
-    def _drawn(self, rows: Sequence[int], drawn: Any) -> list[Token]:
+    def _drawn(self, rows: Sequence[int], drawn: Drawn) -> list[Token]:
         ids, logs = jax.device_get(drawn)
         made: list[Token] = []
         for n in rows:

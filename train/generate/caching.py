@@ -21,9 +21,10 @@ import jax.numpy as jnp
 
 from ..models import cache as caches
 from ..models.config import ModelConfig, OwnModel
+from ..step.state import Tree
 
 Module = Any
-Result = tuple[jax.Array, Any]
+Result = tuple[jax.Array, Tree]
 """Logits [b, v] after the last token of each row, and a cache."""
 _LEAST = 16
 
@@ -39,7 +40,7 @@ class Caching:
     """
 
     read: Callable[[Module, jax.Array, jax.Array, jax.Array, int], Result]
-    write: Callable[[Module, jax.Array, jax.Array, Any], Result]
+    write: Callable[[Module, jax.Array, jax.Array, Tree], Result]
     grown: Callable[[Any, int], Any] | None = None
     rows_dim: int = 0
     longest: int
@@ -70,7 +71,7 @@ def caching_of(config: ModelConfig | OwnModel, *, has_cache: bool) -> Caching:
     return Caching(read=read, write=write, longest=config.seq)
 
 
-def _write_own(module: Module, tokens: jax.Array, lengths: jax.Array, cache: Any) -> Result:
+def _write_own(module: Module, tokens: jax.Array, lengths: jax.Array, cache: Tree) -> Result:
     return module.decode(tokens, lengths, cache)
 
 

@@ -44,7 +44,7 @@ class Chat:
         trained = (training_template(part, tokenizer, date=None) for part in parts if part.source in CHATS)
         return Chat(tokenizer=tokenizer, template=next(trained, None) or template_of(tokenizer))
 
-    def prompt(self, messages: Any) -> list[int]:
+    def prompt(self, messages: object) -> list[int]:
         """The tokens of messages, after which the answer begins. Raises InputError if these are not messages."""
         read = read_messages(messages)
         if self.template is None:

@@ -8,10 +8,13 @@ b rows, v the vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+_Row = jax.Array | np.ndarray
 
 
 class DrawSettings(NamedTuple):
@@ -22,14 +25,14 @@ class DrawSettings(NamedTuple):
     2407.01082). penalty: f32, divides positive and multiplies negative logits of tokens that the text has (arXiv 1909.05858).
     """
 
-    temperature: Any
-    top_k: Any
-    top_p: Any
-    min_p: Any
-    penalty: Any
-    seed: Any
-    number: Any
-    is_live: Any
+    temperature: _Row
+    top_k: _Row
+    top_p: _Row
+    min_p: _Row
+    penalty: _Row
+    seed: _Row
+    number: _Row
+    is_live: _Row
 
 
 def draw(logits: jax.Array, used: jax.Array, positions: jax.Array, settings: DrawSettings, known: int) -> tuple[jax.Array, jax.Array]:
@@ -58,7 +61,7 @@ def draw(logits: jax.Array, used: jax.Array, positions: jax.Array, settings: Dra
     return chosen, one - jax.nn.logsumexp(logits, axis=-1)
 
 
-def _noise(seed: jax.Array, number: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
+def _noise(seed: _Row, number: _Row, position: jax.Array, vocab: int) -> jax.Array:
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), position)
     return jax.random.gumbel(key, (vocab,))
 

@@ -85,12 +85,12 @@ class Generator:
         other._arrays = (None, None) if params is None else self._programs.placed(params, variables)
         return other
 
-    def adapted(self, factors: Any) -> Generator:
+    def adapted(self, factors: Tree) -> Generator:
         """This generator with other adapters, whose factors are given; all other arrays and the programs are the same objects."""
         other, (params, variables) = copy.copy(self), self._arrays
         here = {path_text(path): x for path, x in jax.tree.leaves_with_path(params)}
 
-        def placed(path: Any, x: jax.Array) -> jax.Array:
+        def placed(path: jax.tree_util.KeyPath, x: jax.Array) -> jax.Array:
             old = here[path_text(path)]
             return jax.device_put(x.astype(old.dtype), old.sharding)
 
@@ -106,7 +106,7 @@ class Generator:
         """A writer without requests, for a caller whose requests come one after another. rows: those that are answered together."""
         return TextWriter(TextBatch(self._programs, *self._arrays, rows=rows), self._decoded)
 
-    def settings(self, **changes: Any) -> GenerateConfig:
+    def settings(self, **changes: object) -> GenerateConfig:
         """The section `generate:` with these keys. Raises InputError for values that it cannot have."""
         problems: list[str] = []
         given = {name: list(value) if isinstance(value, tuple) else value for name, value in {**asdict(self._config), **changes}.items()}
@@ -115,7 +115,7 @@ class Generator:
             raise InputError(problems)
         return config
 
-    def requests(self, prompts: Sequence[Prompt], *, seed: int | None = None, **changes: Any) -> list[TextRequest]:
+    def requests(self, prompts: Sequence[Prompt], *, seed: int | None = None, **changes: object) -> list[TextRequest]:
         """The requests of prompts, texts or tokens: `samples` for each, in order. changes: keys of the section `generate:`.
 
         Raises InputError, also for a prompt that leaves no room for an answer.
@@ -136,7 +136,7 @@ class Generator:
         sampling = Sampling(**{key.name: getattr(config, key.name) for key in fields(Sampling)})
         return TextRequest(tokens=tokens or [0], limit=config.tokens, sampling=sampling, seed=seed, ends=self._ends, stop=config.stop)
 
-    def pieces(self, prompts: Sequence[Prompt], *, seed: int | None = None, **changes: Any) -> Iterator[NewText]:
+    def pieces(self, prompts: Sequence[Prompt], *, seed: int | None = None, **changes: object) -> Iterator[NewText]:
         """The answers to prompts as they are written, token by token. changes: keys of the section `generate:`. Raises InputError."""
         config = self.settings(**changes)
         # All of them first, so that a wrong one is reported before any text.
@@ -152,7 +152,7 @@ class Generator:
                 answer.reason = reason
                 yield NewText(answer, text)
 
-    def answers(self, prompts: Sequence[Prompt], *, seed: int | None = None, **changes: Any) -> list[Completion]:
+    def answers(self, prompts: Sequence[Prompt], *, seed: int | None = None, **changes: object) -> list[Completion]:
         """The whole answers to prompts, in their order; `samples` to each. Raises InputError."""
         done = [piece.answer for piece in self.pieces(prompts, seed=seed, **changes) if piece.answer.reason]
         return sorted(done, key=lambda answer: answer.number)

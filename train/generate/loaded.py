@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 import jgt
 
@@ -24,6 +25,7 @@ from ..data.tokenizer import Tokenizer, open_tokenizer
 from ..files.cache import local_folder
 from ..models.config import ModelConfig, OwnModel
 from ..setup import Setup
+from ..step.state import Tree
 from ..step.trained import merged
 from .generate import Completion, Generator
 
@@ -41,7 +43,7 @@ class Loaded:
     variables: Any
     step: int
     tokenizer_name: str | None
-    adapters: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    adapters: Mapping[str, Tree] = field(default_factory=dict[str, Tree])
 
     @property
     def config(self) -> ModelConfig | OwnModel:
@@ -66,7 +68,7 @@ class Loaded:
         folder = self.config.hf if isinstance(self.config, ModelConfig) else None
         return () if folder is None else declared_ends(local_folder(folder, weights=False))
 
-    def of(self, params: Any, variables: Any, step: int) -> Loaded:
+    def of(self, params: Tree | None, variables: Tree | None, step: int) -> Loaded:
         """The same model with other arrays, or with None, which needs no programs that this one has compiled."""
         other, made = replace(self, params=params, variables=variables, step=step), dict(self.__dict__)
         other.__dict__.update({name: made[name] for name in ("tokenizer", "apply") if name in made})
@@ -83,7 +85,7 @@ class Loaded:
         """The model for its generator alone, whose arrays have the layout and types of generation: the others would be a second copy."""
         return self._with(None, self.generator)
 
-    def _with(self, params: Any, generator: Generator) -> Loaded:
+    def _with(self, params: Tree | None, generator: Generator) -> Loaded:
         other = replace(self, params=params)
         other.__dict__.update(apply=self.apply, tokenizer=self.tokenizer, generator=generator)
         return other
@@ -93,11 +95,11 @@ class Loaded:
         """The generator that continues texts with the model. Its programs are compiled once."""
         return Generator(self.setup, self.params, self.variables, self.tokenizer, ends=self.ends)
 
-    def generate(self, prompts: Sequence[str | Sequence[int]], *, seed: int | None = None, **keys: Any) -> list[Completion]:
+    def generate(self, prompts: Sequence[str | Sequence[int]], *, seed: int | None = None, **keys: object) -> list[Completion]:
         """The answers to prompts, texts or lists of tokens. keys: keys of the section `generate:`. Raises InputError."""
         return self.generator.answers(prompts, seed=seed, **keys)
 
-    def logits(self, tokens: Any) -> jax.Array:
+    def logits(self, tokens: ArrayLike) -> jax.Array:
         """The logits [rows, n, vocab] of tokens [rows, n], each row a text from its beginning. Raises ValueError for others."""
         ids, seq, vocab = np.asarray(tokens), self.config.seq, self.config.vocab
         if ids.ndim != 2 or not 0 < ids.shape[1] <= seq:
@@ -112,7 +114,7 @@ class Loaded:
         return self.apply(self.params, self.variables, np.pad(ids.astype(np.int32), ((0, -rows % shards), (0, 0))))[:rows]
 
     @functools.cached_property
-    def apply(self) -> Callable[[Any, Any, Any], jax.Array]:
+    def apply(self) -> Callable[[Tree, Tree, ArrayLike], jax.Array]:
         """The function (params, variables, tokens) → logits under the rules, compiled. It takes as many rows as the rules can split."""
         storage, pads = self.setup.storage, bool(self.setup.storage.padded)
         apply, rules = self.setup.program.model.apply, storage.model.rules.for_rows("plain")

@@ -25,8 +25,11 @@ from jgt import Rules
 
 from ..models.model import Model
 from ..step.state import Tree
-from .caching import Caching
+from .caching import Caching, Result
 from .draw import DrawSettings, draw
+
+Drawn = tuple[jax.Array, jax.Array]
+"""The token of each row, int32[b], and the logarithm of its probability, f32[b]."""
 
 
 class TextState(NamedTuple):
@@ -64,20 +67,20 @@ class TextPrograms:
         """The number of rows for this many texts, so that the mesh splits equal parts."""
         return -(-count // self.shards) * self.shards
 
-    def layout(self, params: Tree, variables: Tree) -> tuple[Any, Any]:
+    def layout(self, params: Tree, variables: Tree) -> tuple[Tree, Tree]:
         """The model's arrays as the programs take them: shapes, types and shardings. params, variables: arrays or shapes."""
         rows = jax.ShapeDtypeStruct((self.shards,), jnp.int32)
         cache = self._cache_shapes(params, variables, self.shards, self.caching.longest)
         placement = self._written.placement(params, variables, cache, rows, rows)
         reads = {} if self.gathers else {p.path: p.read.dtype for p in placement.parameters if p.read is not None}
 
-        def placed(path: Any, x: Any, to: NamedSharding) -> jax.ShapeDtypeStruct:
+        def placed(path: jax.tree_util.KeyPath, x: jax.Array | jax.ShapeDtypeStruct, to: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, reads.get(jgt.path_text(path), x.dtype), sharding=to)
 
         shapes = jax.tree.map_with_path(placed, params, placement.params)
         return shapes, jax.tree.map(_shaped, variables, placement.inputs(variables, "variables"))
 
-    def placed(self, params: Tree, variables: Tree) -> tuple[Any, Any]:
+    def placed(self, params: Tree, variables: Tree) -> tuple[Tree, Tree]:
         """The model's arrays as the programs take them."""
         shapes, others = self.layout(params, variables)
         shardings, variables = (
@@ -87,7 +90,7 @@ class TextPrograms:
         if self.gathers:
             return jax.device_put(params, shardings), variables
 
-        def cast(params: Tree) -> Any:
+        def cast(params: Tree) -> Tree:
             return jax.tree.map(lambda x, to: x.astype(to.dtype), params, shapes)
 
         return jax.jit(cast, out_shardings=shardings)(params), variables
@@ -114,12 +117,12 @@ class TextPrograms:
         return jax.jit(grow, static_argnums=1)
 
     @functools.cached_property
-    def read(self) -> Callable[..., tuple[jax.Array, Any]]:
+    def read(self) -> Callable[..., Result]:
         """(params, variables, tokens [r, s], lengths [r], step, slots) → logits [r, v] and a cache of these rows."""
         return jax.jit(self._read, static_argnums=5)
 
     @functools.cached_property
-    def enter(self) -> Callable[..., tuple[TextState, Any]]:
+    def enter(self) -> Callable[..., tuple[TextState, Drawn]]:
         """(state, cache, logits, tokens [r, s], lengths [r], index [b], settings) → the state with these rows, and their first tokens.
 
         index: for each row of the state, the new row that takes its place; -1 for a row that remains.
@@ -127,17 +130,17 @@ class TextPrograms:
         return jax.jit(self._enter, donate_argnums=0)
 
     @functools.cached_property
-    def write(self) -> Callable[..., tuple[TextState, Any]]:
+    def write(self) -> Callable[..., tuple[TextState, Drawn]]:
         """(params, variables, state, settings) → the state after one more token of every row, and the tokens drawn next."""
 
-        def write(params: Tree, variables: Tree, state: TextState, settings: DrawSettings) -> tuple[TextState, Any]:
+        def write(params: Tree, variables: Tree, state: TextState, settings: DrawSettings) -> tuple[TextState, Drawn]:
             logits, cache = self._written(params, variables, state.cache, state.tokens, state.lengths)
             lengths = jnp.where(settings.is_live, state.lengths + 1, 0)
             return self._drawn(logits, TextState(cache, lengths, state.tokens, state.used), settings)
 
         return jax.jit(write, donate_argnums=2)
 
-    def _read(self, params: Tree, variables: Tree, tokens: jax.Array, lengths: jax.Array, step: jax.Array, slots: int) -> Any:
+    def _read(self, params: Tree, variables: Tree, tokens: jax.Array, lengths: jax.Array, step: jax.Array, slots: int) -> Result:
         sharded = jgt.shard(self._reader(slots), self.rules, self.mesh, state=["variables", "step"], partial=True, pad=self.pads)
         logits, cache = sharded(params, variables, tokens, lengths, step)
         return logits, jax.lax.with_sharding_constraint(cache, self._shardings(cache))
@@ -145,13 +148,13 @@ class TextPrograms:
     def _enter(
         self,
         state: TextState,
-        cache: Any,
+        cache: Tree,
         logits: jax.Array,
         tokens: jax.Array,
         lengths: jax.Array,
         index: jax.Array,
         settings: DrawSettings,
-    ) -> tuple[TextState, Any]:
+    ) -> tuple[TextState, Drawn]:
         is_new, chosen = index >= 0, jnp.maximum(index, 0)
 
         def entered(dim: int, old: jax.Array, new: jax.Array) -> jax.Array:
@@ -170,7 +173,9 @@ class TextPrograms:
         )
         return self._drawn(jnp.take(logits, chosen, axis=0), state, settings, is_new)
 
-    def _drawn(self, logits: jax.Array, state: TextState, settings: DrawSettings, draws: Any = True) -> tuple[TextState, Any]:
+    def _drawn(
+        self, logits: jax.Array, state: TextState, settings: DrawSettings, draws: jax.Array | bool = True
+    ) -> tuple[TextState, Drawn]:
         """The state after a token of each row that draws, and tokens and logarithms of all rows."""
         # A sort over a dim that is split would be one over all devices.
         logits = jax.lax.with_sharding_constraint(logits, self._sharding(self.batch))
@@ -184,35 +189,35 @@ class TextPrograms:
     def _sharding(self, *axes: tuple[str, ...]) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec(*(of_dim or None for of_dim in axes)))
 
-    def _shardings(self, tree: Tree) -> Any:
+    def _shardings(self, tree: Any) -> Any:
         """The shardings of a state, or of a cache alone."""
         if isinstance(tree, TextState):
             rows = self._sharding(self.batch)
             return TextState(self._shardings(tree.cache), rows, rows, rows)
 
-        def of_cache(path: Any, x: Any) -> NamedSharding:
+        def of_cache(path: jax.tree_util.KeyPath, x: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
             rule = self.rules.match_input(f"cache/{jgt.path_text(path)}", x.ndim, is_state=True).rule
             return self._sharding(*(() if rule is None else rule.dims(x.ndim)))
 
         return jax.tree.map_with_path(of_cache, tree)
 
     @functools.cached_property
-    def _written(self) -> Any:
-        def write(params: Tree, variables: Tree, cache: Any, tokens: jax.Array, lengths: jax.Array) -> Any:
+    def _written(self) -> jgt.Sharded[..., Result]:
+        def write(params: Tree, variables: Tree, cache: Tree, tokens: jax.Array, lengths: jax.Array) -> Result:
             return self.model.run(lambda m: self.caching.write(m, tokens, lengths, cache), params, variables, False)[0]
 
         return jgt.shard(write, self.rules, self.mesh, state=["variables", "cache"], partial=True, pad=self.pads)
 
-    def _reader(self, slots: int) -> Callable[..., Any]:
-        def read(params: Tree, variables: Tree, tokens: jax.Array, lengths: jax.Array, step: jax.Array) -> Any:
+    def _reader(self, slots: int) -> Callable[[Tree, Tree, jax.Array, jax.Array, jax.Array], Result]:
+        def read(params: Tree, variables: Tree, tokens: jax.Array, lengths: jax.Array, step: jax.Array) -> Result:
             return self.model.run(lambda m: self.caching.read(m, tokens, lengths, step, slots), params, variables, False)[0]
 
         return read
 
-    def _cache_shapes(self, params: Tree, variables: Tree, rows: int, slots: int) -> Any:
+    def _cache_shapes(self, params: Tree, variables: Tree, rows: int, slots: int) -> Tree:
         tokens, ints, step = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, slots), (rows,), ()))
         return jax.eval_shape(self._reader(slots), params, variables, tokens, ints, step)[1]
 
 
-def _shaped(x: Any, to: NamedSharding) -> jax.ShapeDtypeStruct:
+def _shaped(x: jax.Array | jax.ShapeDtypeStruct, to: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)

@@ -12,7 +12,7 @@ first token. Three things differ from training:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -90,7 +90,7 @@ def _whole_sequence(spec: Any) -> Any:
     return replace(spec, spec=(spec.spec[0], (), *spec.spec[2:]))
 
 
-def _layout(rules: Rules, name: str, batch: Axes, mesh: Mapping[str, int], kv_heads: int) -> list[Any]:
+def _layout(rules: Rules, name: str, batch: Axes, mesh: Mapping[str, int], kv_heads: int) -> list[list[str]]:
     """The axes of the dims [b, n, k, h] of a cache."""
     dims = _dims_of(rules, f"{name}_cache")
     if dims is None:
@@ -99,20 +99,20 @@ def _layout(rules: Rules, name: str, batch: Axes, mesh: Mapping[str, int], kv_he
     return [[*dims[0]], [*dims[1]], _fitting(dims[2], mesh, kv_heads), [*dims[3]]]
 
 
-def _of_stack(dims: list[Any]) -> list[Any]:
+def _of_stack(dims: list[list[str]]) -> list[list[str] | None]:
     """The axes of a stack [L, b, k, n, h] from those of a cache [b, n, k, h]."""
     rows, slots, heads, elements = dims
     return [None, rows, heads, slots, elements]
 
 
-def _of_keys(rules: Rules, layout: Mapping[str, list[Any]]) -> dict[str, Any]:
+def _of_keys(rules: Rules, layout: Mapping[str, list[list[str]]]) -> dict[str, object]:
     """The specs of `k` and `v`, where rules have any, with the heads of their caches."""
     dims = {name: _dims_of(rules, name) for name in _KEYS}
     return {name: [[*found[0]], None, layout[name][2] if found[2] else None, None] for name, found in dims.items() if found is not None}
 
 
 def _dims_of(rules: Rules, name: str) -> tuple[Axes, ...] | None:
-    specs: Iterable[Any] = (spec for rule in rules.signals if rule.covers(_ATTENTION) for spec in rule.tensors)
+    specs = (spec for rule in rules.signals if rule.covers(_ATTENTION) for spec in rule.tensors)
     found = Rules(inputs=tuple(specs)).match_input(name, 4).rule
     return None if found is None else found.dims(4)
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 from jgt.document import InputError
 
@@ -154,7 +154,7 @@ class Launcher:
             status.close()
             return is_over
 
-    def _note(self, row: dict[str, Any]) -> None:
+    def _note(self, row: dict[str, object]) -> None:
         # A restart is worth more than its record.
         with contextlib.suppress(OSError):
             self._events.write(json.dumps(row).encode() + b"\n")
@@ -163,7 +163,7 @@ class Launcher:
         """Whether `--resume never` has still to move an earlier run away."""
         return not self._earlier.isdisjoint(earlier_files(self._folder))
 
-    def _pass_on(self, number: int, frame: Any) -> None:
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
         is_stop = number != signal.SIGUSR1
         if is_stop:
             self._stopped.set()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jgt import Plan, amount
 from jgt.document import InputError
@@ -95,7 +95,7 @@ class Adviser:
         schedule, lost = self.plan.schedule, self.plan.parts_ms.get("bubble", 0.0)
         if schedule is None or not lost or not schedule.bubble:
             return
-        candidates: list[tuple[str, str, dict[str, Any]]] = []
+        candidates: list[tuple[str, str, dict[str, int | str]]] = []
         if self.rows % 2 == 0:
             more = 2 * schedule.microbatches
             candidates.append(("pipeline.microbatches", f"{more} instead of {schedule.microbatches}", {"microbatches": more}))

@@ -86,10 +86,10 @@ def accuracy(tries: Sequence[PlannedLayout]) -> dict[str, float]:
     }
 
 
-def answer_json(search: LayoutSearch, batch_tokens: int) -> dict[str, Any]:
+def answer_json(search: LayoutSearch, batch_tokens: int) -> dict[str, object]:
     """The answer as plain values. Seconds and bytes are one device's in a step."""
 
-    def one(t: PlannedLayout) -> dict[str, Any]:
+    def one(t: PlannedLayout) -> dict[str, object]:
         values = {"layout": t.candidate.text, **t.candidate.to_document(), "plan": asdict(t.plan)}
         estimate = None if t.estimate is None else {"seconds": t.estimate.seconds, "peak_bytes": round(t.estimate.peak_bytes)}
         return {**values, "estimate": estimate, "tokens_per_s": batch_tokens / t.plan.seconds if t.plan.seconds else None}
@@ -109,7 +109,7 @@ def answer_json(search: LayoutSearch, batch_tokens: int) -> dict[str, Any]:
 # -- a run's file ----------------------------------------------------------------------------------------------------------
 
 
-def run_document(file: RunFile, best: PlannedLayout, folder: Path) -> dict[str, Any]:
+def run_document(file: RunFile, best: PlannedLayout, folder: Path) -> dict[str, object]:
     """A run's file with the best layout, which extends the user's file and contains the command line's overrides.
 
     folder: the folder of the file that will be written, to which the path of the user's file is relative.
@@ -131,7 +131,7 @@ def run_document(file: RunFile, best: PlannedLayout, folder: Path) -> dict[str, 
     return {key: value for key, value in document.items() if value is not None or key in extended.children}
 
 
-def write_run(path: Path, document: Mapping[str, Any], best: PlannedLayout, target: str) -> None:
+def write_run(path: Path, document: Mapping[str, object], best: PlannedLayout, target: str) -> None:
     """Writes the file. Raises OSError."""
     plan = best.plan
     head = [
@@ -142,7 +142,7 @@ def write_run(path: Path, document: Mapping[str, Any], best: PlannedLayout, targ
         new.write_text("\n".join(head) + "\n" + dump(dict(document)))
 
 
-def _replacing(node: Node | None, values: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _replacing(node: Node | None, values: Mapping[str, object] | None) -> dict[str, object] | None:
     """Values that replace a mapping of the file that is extended: keys that it has and they have not become null."""
     if values is None:
         return None

@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from jgt.document import InputError, read_bytes
 from jgt.planner import Target
@@ -130,7 +129,7 @@ def _devices(config: Config, where: str) -> tuple[int, str]:
         raise InputError([f"{where}: JAX finds no devices: {error}"]) from None
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> dict[str, object] | None:
     """The layout of an earlier start; None if there is none. Raises InputError if the file is damaged."""
     if not path.is_file():
         return None

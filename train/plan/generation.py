@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +28,7 @@ from ..models.cache import Cache, KeysValues, kinds_of
 from ..models.config import ModelConfig
 from ..setup.layout import mesh_layout
 from ..setup.xla import planned_flags
+from ..step.state import Tree
 from .make import num_devices_of, setup_maker
 from .request import Texts
 
@@ -132,12 +132,12 @@ def _rules_text(run: Run, batch: Sequence[str]) -> str:
     return f"{name}, with parameters that are not split over {' and '.join(axes)}" if axes else str(name)
 
 
-def _local_bytes(tree: Any) -> int:
+def _local_bytes(tree: Tree) -> int:
     """The bytes of arrays on one device."""
     return sum(math.prod(_local_shape(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def _local_shape(x: Any) -> tuple[int, ...]:
+def _local_shape(x: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:
     sharding = getattr(x, "sharding", None)
     return x.shape if sharding is None else sharding.shard_shape(x.shape)
 

@@ -17,7 +17,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jgt import Console
 from jgt.document import InputError
@@ -92,7 +92,7 @@ class Offer:
         """True without a deadline."""
         return self.days is None or self.job.days is None or self.days <= self.job.days
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values."""
         return {
             "target": self.target.text,

@@ -28,6 +28,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from io import BufferedRWPair
 from typing import Any
 
 from jgt import __version__
@@ -183,7 +184,7 @@ class _Gathering:
         _send(writer, f"{_GREETING} {nonce}")
         signature, _, text = (await reader.readline()).decode("ascii").strip().partition(" ")
         statement = json.loads(text)
-        process, facts = int(statement["process"]), dict[str, Any](statement["facts"])
+        process, facts = int(statement["process"]), dict[str, object](statement["facts"])
         is_signed = hmac.compare_digest(signature, self._member.sign("member", nonce, text))
         problem = self._problem(process, facts) if is_signed else "its token is not the run's. Give all processes the same JGT_TOKEN"
         if problem is None and process in self._joined:
@@ -199,7 +200,7 @@ class _Gathering:
         _send(writer, f"no {problem}")
         return None
 
-    def _problem(self, process: int, facts: Mapping[str, Any]) -> str | None:
+    def _problem(self, process: int, facts: Mapping[str, object]) -> str | None:
         ours = self._member.facts
         wrong = [f"{name} {shown(facts.get(name))}, not {shown(fact)}" for name, fact in ours.items() if facts.get(name) != fact]
         if wrong:
@@ -243,7 +244,7 @@ def _join_others(place: Address, process: int, member: Membership) -> None:
         time.sleep(min(_RETRY_SECONDS, wait.left))
 
 
-def _take_part(lines: Any, process: int, member: Membership, where: str) -> None:
+def _take_part(lines: BufferedRWPair, process: int, member: Membership, where: str) -> None:
     """Makes this process's statement, and returns when process 0 says `start`. Raises OSError if it is gone or silent."""
     # JAX's service, which opens at this port when the run has begun, speaks HTTP/2, which has no lines. One byte shows it.
     if (start := lines.peek(1)) and not start.startswith(_GREETING[:1].encode()):
@@ -264,7 +265,7 @@ def _take_part(lines: Any, process: int, member: Membership, where: str) -> None
         say(f"process {process} has joined and is {' '.join(said)}")
 
 
-def _read(lines: Any) -> tuple[str, str]:
+def _read(lines: BufferedRWPair) -> tuple[str, str]:
     line = lines.readline(_MAX_LINE).decode("ascii", "backslashreplace")
     if not line:
         raise OSError("the connection was closed")

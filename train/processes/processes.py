@@ -106,7 +106,7 @@ def _end_late(code: int) -> None:
         os._exit(code)
 
 
-def agree_on_input(problems: Sequence[str], values: Mapping[str, Any] = MappingProxyType({})) -> None:
+def agree_on_input(problems: Sequence[str], values: Mapping[str, object] = MappingProxyType({})) -> None:
     """Returns when no process has a problem and all processes have the same `values` (plain Python values, by what they are).
 
     Otherwise raises InputError on every process: with its own problems, or with the number of a process that has some, or with the number

@@ -28,8 +28,8 @@ import time
 from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NoReturn
+from types import FrameType, TracebackType
+from typing import NoReturn
 
 import jax
 
@@ -124,7 +124,7 @@ class Watch:
                 self._linger()
         self._signals.close()
 
-    def _on_signal(self, number: int, frame: Any) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Has to be set: without a handler the signal would end the process. The byte in the socket does the work, but for `_interrupt`."""
         if self._is_interrupted and not self._has_raised:
             self._has_raised = True
@@ -162,7 +162,7 @@ class Watch:
         """The words of what all processes do before this step, by a signal or `request`. All of them call this once before each step."""
         return self._requests.due(step)
 
-    def now(self) -> dict[str, Any]:
+    def now(self) -> dict[str, object]:
         """For the status: what the training thread does, for how long without progress, its limit, in seconds, and the step it began."""
         limit = None if self._limit == float("inf") else round(self._limit, 3)
         return {"doing": self._doing, "idle_s": round(self._idle, 2), "limit_s": limit, "begun": self._last_begun}

@@ -14,7 +14,6 @@ import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -70,7 +69,7 @@ def _smaller(run: Run, given: set[str]) -> Run:
     return run
 
 
-def _layout(run: Run, element: Element | None) -> tuple[dict[str, Any], int]:
+def _layout(run: Run, element: Element | None) -> tuple[dict[str, tuple[str, bool]], int]:
     """The layout of each parameter, and how many numbers parameters and batch have. Raises any error of the model's."""
     setup = prepare(run, num_devices=math.prod(run.mesh.values()), element=element)
     places, rows = setup.storage.model.parameters, setup.program.shapes[2].values()
@@ -109,7 +108,7 @@ def small_overrides(run: Run, num_devices: int, overrides: Sequence[str] = ()) -
     stages = 1 if pipeline is None else mesh.get(pipeline.axis, 1)
     microbatches = 1 if pipeline is None else 2 * stages
     accumulate = min(config.train.accumulate, 2)
-    new: dict[str, Any] = {
+    new: dict[str, object] = {
         "devices.virtual_cpu": unit,
         "mesh": mesh,
         "train.batch": unit * microbatches * accumulate,
@@ -133,7 +132,7 @@ def small_overrides(run: Run, num_devices: int, overrides: Sequence[str] = ()) -
     return [*overrides, *(f"{key}={json.dumps(value)}" for key, value in new.items() if key not in given)]
 
 
-def _model(run: Run, unit: int, stages: int) -> dict[str, Any]:
+def _model(run: Run, unit: int, stages: int) -> dict[str, object]:
     config, train = run.config.model, run.config.train
     assert not isinstance(config, OwnModel)
     kv_heads = config.kv_heads or config.heads
@@ -141,7 +140,7 @@ def _model(run: Run, unit: int, stages: int) -> dict[str, Any]:
     virtual = 1 if run.pipeline is None else run.pipeline.virtual or 2
     chunks = stages * virtual
     heads = unit * min(config.heads // kv_heads, 4)
-    new: dict[str, Any] = {
+    new: dict[str, object] = {
         # Chunks of equal length stay so, others do not become so.
         "model.layers": max(chunks, 2) + bool(run.pipeline is not None and config.layers % run.mesh.get(run.pipeline.axis, 1)),
         "model.embed": heads * _HEAD,

@@ -117,7 +117,7 @@ def _difference(name: str, first: float | None, second: float | None) -> Differe
     return Difference(name=name, first=first, second=second, change=change)
 
 
-def _config_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Difference]:
+def _config_differences(first: Mapping[str, object], second: Mapping[str, object]) -> Iterator[Difference]:
     old, new = dict(flattened(first)), dict(flattened(second))
     for key in dict.fromkeys((*old, *new)):
         if old.get(key) != new.get(key) and key not in _OWN:
@@ -153,6 +153,6 @@ def _figure_text(value: float | None) -> str:
     return amount(value) if abs(value) >= 100 else f"{value:.5g}"
 
 
-def _config_text(value: Any) -> str:
+def _config_text(value: object) -> str:
     text = "(none)" if value is None else shown(value)
     return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."

@@ -41,7 +41,7 @@ class DeviceLanes:
                 self.begin, self.end = begin + rows[0][1] / 1e6, begin + max(at + us for _, at, us, _, _ in rows) / 1e6
                 self._zero = begin
 
-    def events(self, pid: int, zero: float) -> Iterator[dict[str, Any]]:
+    def events(self, pid: int, zero: float) -> Iterator[dict[str, object]]:
         """The slices of each device. zero: the moment 0 of the timeline, by the process's clock."""
         shift = (self._zero - zero) * 1e6 if self._slices else 0.0
         for device, at, us, signal, phase in self._slices:
@@ -50,7 +50,7 @@ class DeviceLanes:
         for device in sorted({row[0] for row in self._slices}):
             yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": _DEVICES + device, "args": {"name": f"device {device}"}}
 
-    def planned(self, zero: float) -> Iterator[dict[str, Any]]:
+    def planned(self, zero: float) -> Iterator[dict[str, object]]:
         """The items of the run's pipeline as its schedule plans them, from the beginning of the profile; none without a pipeline."""
         items, problems = list[tuple[int, str, float, float]](), list[str]()
         with contextlib.suppress(InputError):

@@ -46,7 +46,7 @@ class RunCurves:
 
     folder: Path
     rows: tuple[Mapping[str, Any], ...]
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -101,10 +101,11 @@ def _problem(path: Path) -> str | None:
     return f"{path}: {why}. {nearest(str(path), others) if others else 'Name one, such as runs/quickstart'}"
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
     # A whole number of JSON may be larger than any float, and a sum of a few floats may be infinite.
-    is_one = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
-    return float(value) if is_one else None
+    return float(value) if abs(value) < _LARGEST else None
 
 
 def draw_text(runs: Sequence[RunCurves], metrics: Sequence[str], over: str, width: int) -> Iterator[str]:

@@ -77,7 +77,7 @@ def _opened(path: Path, *, is_compressed: bool) -> IO[str]:
     return path.open("w", encoding="ascii")
 
 
-def _text(event: Mapping[str, Any]) -> str:
+def _text(event: Mapping[str, object]) -> str:
     try:
         return _encode(event)
     except ValueError:
@@ -85,7 +85,7 @@ def _text(event: Mapping[str, Any]) -> str:
         return _encode({**event, "args": {}})
 
 
-def _without_overlaps(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _without_overlaps(events: Iterator[dict[str, Any]]) -> Iterator[dict[str, object]]:
     """The events, where no slice begins before the end of the one before it, as rounded moments may: viewers leave such slices out."""
     ends: dict[tuple[int, int], float] = {}
     for event in events:
@@ -133,7 +133,7 @@ class _RunTrace:
                 raise InputError([f"{run}: --step: {step}: the profile {known}"])
             self._since, self._until = profile.begin, profile.end
 
-    def events(self) -> Iterator[dict[str, Any]]:
+    def events(self) -> Iterator[dict[str, object]]:
         """All events, process by process."""
         for process in sorted(processes_of(self._run)):
             yield from self._process(process, process)
@@ -146,7 +146,7 @@ class _RunTrace:
                     if isinstance(at, float) and self._since <= at <= self._until and isinstance(value := row.get(name), int | float):
                         yield {"ph": "C", "name": name, "pid": 0, "ts": self._us(at), "args": {name: value}}
 
-    def _process(self, process: int | str, pid: int) -> Iterator[dict[str, Any]]:
+    def _process(self, process: int | str, pid: int) -> Iterator[dict[str, object]]:
         name, end, last, saves, ahead = str(process), None, -math.inf, dict[int | None, float](), 0.0
         for event, by in _aligned(_events(self._run, process)):
             ahead, finish = by, event.time + event.seconds
@@ -171,7 +171,7 @@ class _RunTrace:
             yield from _names(name, pid)
             yield from DeviceLanes(self._run, process).events(pid, self.begin + ahead)
 
-    def _between(self, end: float | None, last: float, begin: float, pid: int) -> Iterator[dict[str, Any]]:
+    def _between(self, end: float | None, last: float, begin: float, pid: int) -> Iterator[dict[str, object]]:
         """The slices from the end of the last phase of a start to the last event of it, and from there to the next start."""
         if end is None:
             return
@@ -180,7 +180,7 @@ class _RunTrace:
             if until > max(since + _GAP, self._since) and since <= self._until:
                 yield self._slice(name, cause, since, until - since, pid)
 
-    def _phase(self, event: Event, pid: int) -> Iterator[dict[str, Any]]:
+    def _phase(self, event: Event, pid: int) -> Iterator[dict[str, object]]:
         """The slice of a phase; of steps of which some were lost, two."""
         stretch = stretch_of(event) if event.phase == "step" else None
         if stretch is None:
@@ -199,13 +199,13 @@ class _RunTrace:
             yield self._slice(name, "redone", event.time + seconds, event.seconds - seconds, pid, event.details)
 
     def _slice(
-        self, name: str, cause: str, begin: float, seconds: float, pid: int, args: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
+        self, name: str, cause: str, begin: float, seconds: float, pid: int, args: Mapping[str, object] | None = None
+    ) -> dict[str, object]:
         shown = {"cname": _COLOURS[cause]} if cause in _COLOURS else {}
         where = {"pid": pid, "tid": pid, "ts": self._us(begin), "dur": round(seconds * 1e6, 1)}
         return {"ph": "X", "name": name, "cat": cause, **where, **shown, "args": args or {}}
 
-    def _beside(self, event: Event, pid: int) -> dict[str, Any]:
+    def _beside(self, event: Event, pid: int) -> dict[str, object]:
         step, args = event.natural("step"), dict(event.details)
         name = event.phase if step is None else f"{event.phase} {step}"
         if event.phase in _INSTANTS:
@@ -226,7 +226,7 @@ class _RunTrace:
         where = {"pid": pid, "tid": _BESIDE_PHASES[event.phase] + pid, "ts": self._us(begin), "dur": round(seconds * 1e6, 1)}
         return {"ph": "X", "name": name, "cat": "beside", **where, "args": args}
 
-    def _flow(self, saved: float, restored: float, step: int | None, pid: int) -> Iterator[dict[str, Any]]:
+    def _flow(self, saved: float, restored: float, step: int | None, pid: int) -> Iterator[dict[str, object]]:
         """An arrow from the end of a save to the restart that used it."""
         number = f"{step}-{restored}"
         common = {"name": f"checkpoint {step}", "cat": "checkpoint", "id": number, "pid": pid}
@@ -238,7 +238,7 @@ class _RunTrace:
         return round((at - self.begin) * 1e6, 1)
 
 
-def _names(name: str, pid: int) -> Iterator[dict[str, Any]]:
+def _names(name: str, pid: int) -> Iterator[dict[str, object]]:
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": -1 if pid == _LAUNCHER_PID else pid}}
     for lane, title in (pid, "phases"), *((_BESIDE_PHASES[phase] + pid, title) for phase, title in _TITLES.items()):

@@ -29,7 +29,7 @@ _SETTINGS: Mapping[str, str] = {
 _OTHERS = {"model", "prompt", "messages", "stream", "stream_options", "seed"}
 _IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 """Keys that change no answer."""
-_NEUTRAL: Mapping[str, Sequence[Any]] = {
+_NEUTRAL: Mapping[str, Sequence[object]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
@@ -107,12 +107,12 @@ class RequestReader:
             counts=isinstance(options, dict) and options.get("include_usage") is True,
         )
 
-    def check_name(self, name: Any) -> None:
+    def check_name(self, name: object) -> None:
         """Raises UnknownModelError for the name of another model."""
         if name not in (None, self.name):
             raise UnknownModelError(f"the model {shown(name)} is not served here. There is: {shown(self.name)}")
 
-    def _chat_prompt(self, body: Mapping[str, Any]) -> list[int]:
+    def _chat_prompt(self, body: Mapping[str, object]) -> list[int]:
         if self.chat is None:
             raise InputError(["the model has no tokenizer, so it cannot chat. Send lists of tokens to /v1/completions"])
         return self.chat.prompt(body.get("messages"))
@@ -130,7 +130,7 @@ def _object(data: bytes) -> dict[str, Any]:
     return body
 
 
-def _problems(body: Mapping[str, Any], is_chat: bool) -> Iterator[str]:
+def _problems(body: Mapping[str, object], is_chat: bool) -> Iterator[str]:
     """The problems of a body, without those of its prompt and of the values of its settings."""
     # A chat's template writes the beginning of a text itself.
     known, neutral = {*_SETTINGS, *_OTHERS, *_IGNORED}, {**_NEUTRAL, "add_special_tokens": (not is_chat,)}
@@ -169,5 +169,5 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     return prompts
 
 
-def _are_tokens(value: Any) -> bool:
+def _are_tokens(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)

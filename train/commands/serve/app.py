@@ -15,15 +15,15 @@ import contextlib
 import functools
 import hmac
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from jgt.document import InputError, shown
 
@@ -34,7 +34,6 @@ from .reply import Reply, error_of, event
 
 _BODY_SECONDS = 20
 """The time in which the body of a request must have arrived."""
-Send = Callable[[Any], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,7 @@ class Api:
         self.reader.check_name(request.path_params["name"])
         return JSONResponse(model)
 
-    async def _answer(self, is_chat: bool, request: Request) -> Any:
+    async def _answer(self, is_chat: bool, request: Request) -> _Answer:
         self._check(request)
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             # A page in a browser could send other types without asking the server first.
@@ -99,7 +98,7 @@ class _Answer:
         self._engine, self._api_request, self._reply = engine, api_request, reply
         self._pieces: asyncio.Queue[tuple[int, TextPiece | StoppedError]] = asyncio.Queue()
 
-    async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
 
         def deliver(index: int, piece: TextPiece | StoppedError) -> None:
@@ -128,7 +127,7 @@ class _Answer:
         self._reply.add(index, piece)
         return index, piece
 
-    async def _whole(self, scope: Any, receive: Any, send: Send) -> None:
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         while not self._reply.is_complete:
             await self._next()
         await JSONResponse(self._reply.whole())(scope, receive, send)
@@ -153,7 +152,7 @@ async def _send(send: Send, data: bytes, *, is_last: bool = False) -> None:
         await send({"type": "http.response.body", "body": data, "more_body": not is_last})
 
 
-async def _leaving(receive: Callable[[], Awaitable[Any]]) -> None:
+async def _leaving(receive: Receive) -> None:
     """Waits until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -184,7 +183,7 @@ _ERRORS: Mapping[type[Exception], tuple[int, str | None, str]] = {
 """The status, the code and the message of an error, which is its own if it has no other."""
 
 
-async def _failed(request: Request, error: Any) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         status, code, message, headers = error.status_code, None, error.detail, dict(error.headers or {})
         if message == "Not Found":

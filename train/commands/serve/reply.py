@@ -9,7 +9,6 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from ...generate.writer import TextPiece
 from .api_request import ApiRequest
@@ -40,7 +39,7 @@ class Reply:
         self._texts[index].append(piece.text)
         self._reasons[index] = piece.reason
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, object]:
         """All answers."""
         is_chat = self._api_request.is_chat
         choices = [
@@ -61,14 +60,14 @@ class Reply:
         """The end of a stream."""
         return (self._event() if self._api_request.counts else b"") + b"data: [DONE]\n\n"
 
-    def _event(self, *choices: dict[str, Any]) -> bytes:
+    def _event(self, *choices: dict[str, object]) -> bytes:
         made = self._made("chat.completion.chunk" if self._api_request.is_chat else "text_completion", choices)
         return event(made if choices else made | {"usage": self._usage()})
 
-    def _made(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _made(self, kind: str, choices: Sequence[dict[str, object]]) -> dict[str, object]:
         return {**self._head, "object": kind, "choices": choices}
 
-    def _choice(self, index: int, text: dict[str, Any], reason: str) -> dict[str, Any]:
+    def _choice(self, index: int, text: dict[str, object], reason: str) -> dict[str, object]:
         return {"index": index, **text, "logprobs": None, "finish_reason": reason or None}
 
     def _usage(self) -> dict[str, int]:
@@ -76,12 +75,12 @@ class Reply:
         return {"prompt_tokens": prompt, "completion_tokens": self._num_tokens, "total_tokens": prompt + self._num_tokens}
 
 
-def event(value: Any) -> bytes:
+def event(value: object) -> bytes:
     """A server-sent event."""
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode("utf-8", "replace")
 
 
-def error_of(message: str, status: int, code: str | None = None) -> dict[str, Any]:
+def error_of(message: str, status: int, code: str | None = None) -> dict[str, object]:
     """The JSON of an error."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -73,7 +74,7 @@ class Server(uvicorn.Server):  # pyright: ignore[reportUntypedBaseClass]
         await super().startup(sockets)
         self._ready()
 
-    def handle_exit(self, sig: int, frame: Any) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Answers a signal: all answers end."""
         self._engine.stop()
         super().handle_exit(sig, frame)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jgt.document import InputError, nearest, shown
 
@@ -33,8 +33,9 @@ ANSWERS = ("chosen", "rejected")
 _UNREAD = ("history", "functions", "loss_mask", "images", "videos", "audios", "chat_template_kwargs")
 """Keys of a row that other trainers read, and that change what is trained."""
 COLUMNS = ("messages", "conversations", "instruction", "input", "output", "system", "tools", "prompt", *ANSWERS, *_UNREAD)
+_Kind = TypeVar("_Kind", list, dict)
 Turns = list[dict[str, Any]]
-ShapesOf = Callable[[Mapping[str, Any]], list[tuple[Turns, int]]]
+ShapesOf = Callable[[Mapping[str, object]], list[tuple[Turns, int]]]
 """The messages of a row, once or twice, and how many of them come before what is trained."""
 _SPEAKERS = (
     {"system": "system"} | dict.fromkeys(("instruction", "input", "prompt"), "user") | dict.fromkeys(("output", *ANSWERS), "assistant")
@@ -56,7 +57,7 @@ class Conversation:
     """Messages as a chat template reads them, and the descriptions of functions, or None. first: the first that may be trained."""
 
     messages: Turns
-    tools: list[Any] | None = None
+    tools: list[object] | None = None
     first: int = 0
 
 
@@ -79,7 +80,7 @@ def _read_all(path: Path, shapes_of: ShapesOf) -> Iterator[Read | TextError]:
         yield row if isinstance(row, TextError) else _read(*row, shapes_of)
 
 
-def read_messages(value: Any, key: str = "messages", *, trains: bool = False) -> Turns:
+def read_messages(value: object, key: str = "messages", *, trains: bool = False) -> Turns:
     """Messages as templates read them. trains: those that would teach nothing, or not what they say, are problems. Raises InputError."""
     if not isinstance(value, list) or not value:
         raise InputError([f"{key}: must be a list of messages, such as {_EXAMPLE}"])
@@ -92,9 +93,9 @@ def read_messages(value: Any, key: str = "messages", *, trains: bool = False) ->
     return read
 
 
-def _message(where: str, turn: Any, trains: bool) -> dict[str, Any]:
+def _message(where: str, turn: Any, trains: bool) -> dict[str, object]:
     """A message by OpenAI's names. Raises InputError."""
-    message: dict[str, Any] = {_NAMES.get(str(key), str(key)): value for key, value in turn.items()} if isinstance(turn, dict) else {}
+    message: dict[str, object] = {_NAMES.get(str(key), str(key)): value for key, value in turn.items()} if isinstance(turn, dict) else {}
     if "role" not in message or len(message) < len(turn):
         raise InputError([f"{where}: must be a message with a role, such as {_EXAMPLE}, not {shown(turn)}"])
     role = message["role"] = _SENDERS.get(str(message["role"]), message["role"])
@@ -119,9 +120,9 @@ def _message(where: str, turn: Any, trains: bool) -> dict[str, Any]:
     return message
 
 
-def _functions(where: str, value: Any, key: str) -> list[Any]:
+def _functions(where: str, value: object, key: str) -> list[object]:
     """Functions, or calls of them, of which any part may be JSON as a text. key: what describes one. Raises InputError."""
-    made = list[Any]()
+    made = list[object]()
     for number, one in enumerate(_decoded(where, value, list)):
         place = f"{where}[{number}]"
         whole = _decoded(place, one, dict)
@@ -132,7 +133,7 @@ def _functions(where: str, value: Any, key: str) -> list[Any]:
     return made
 
 
-def _decoded(where: str, value: Any, kind: type[Any]) -> Any:
+def _decoded(where: str, value: object, kind: type[_Kind]) -> _Kind:
     """A list or a mapping that may be JSON as a text; a blank one has nothing in it. Raises InputError."""
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
@@ -144,7 +145,7 @@ def _decoded(where: str, value: Any, kind: type[Any]) -> Any:
     return value
 
 
-def _read(where: str, row: Mapping[str, Any], shapes_of: ShapesOf) -> Read | TextError:
+def _read(where: str, row: Mapping[str, object], shapes_of: ShapesOf) -> Read | TextError:
     try:
         text = json.dumps(row, ensure_ascii=False)
         # JSON can spell half of a surrogate pair, "\ud800", which no tokenizer takes.
@@ -161,7 +162,7 @@ def _read(where: str, row: Mapping[str, Any], shapes_of: ShapesOf) -> Read | Tex
         return TextError("\n".join(f"{where}: {problem}" for problem in error.problems))
 
 
-def _chat_of(said: Mapping[str, Any]) -> list[tuple[Turns, int]]:
+def _chat_of(said: Mapping[str, object]) -> list[tuple[Turns, int]]:
     """The messages of a conversation of any shape. Raises InputError."""
     found = {key: turns for key in ("messages", "conversations") if (turns := _turns(said, key))}
     if {"instruction", "output"} <= said.keys():
@@ -177,7 +178,7 @@ def _chat_of(said: Mapping[str, Any]) -> list[tuple[Turns, int]]:
     return [(_with_system(said, turns), 0)]
 
 
-def _turns(said: Mapping[str, Any], key: str) -> Turns:
+def _turns(said: Mapping[str, object], key: str) -> Turns:
     """The messages of a key, which may be one message or its text; none without the key. Raises InputError."""
     value = said.get(key)
     if isinstance(value, str) and key in _SPEAKERS:
@@ -185,7 +186,7 @@ def _turns(said: Mapping[str, Any], key: str) -> Turns:
     return [] if value is None else read_messages([value] if isinstance(value, dict) else value, key, trains=True)
 
 
-def _with_system(said: Mapping[str, Any], turns: Turns) -> Turns:
+def _with_system(said: Mapping[str, object], turns: Turns) -> Turns:
     """Messages with the system message of their row in front. Raises InputError."""
     system = _turns(said, "system")
     if system and turns[0]["role"] == "system" and turns[:1] != system:
@@ -193,7 +194,7 @@ def _with_system(said: Mapping[str, Any], turns: Turns) -> Turns:
     return turns if turns[:1] == system else [*system, *turns]
 
 
-def _pair_of(said: Mapping[str, Any]) -> list[tuple[Turns, int]]:
+def _pair_of(said: Mapping[str, object]) -> list[tuple[Turns, int]]:
     """The messages with the chosen answer, and with the rejected one, and how many of them are the prompt. Raises InputError."""
     if not {*ANSWERS} <= said.keys():
         raise InputError([f"{_keys_of(said)}. {_PREFERENCE}"])
@@ -220,7 +221,7 @@ def _joined(prompt: Turns, shared: Turns) -> Turns:
     return [*prompt, *shared]
 
 
-def _keys_of(said: Mapping[str, Any]) -> str:
+def _keys_of(said: Mapping[str, object]) -> str:
     return f"has values in {', '.join(map(shown, [*said][:12])) or 'no key'}"
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -74,7 +73,7 @@ def open_chats(files: FileSet, part: MixturePart, template: ChatTemplate, tokeni
                 yield TextError(f"{where}: {why}", why=why)
 
     ids = [sorted(tokenizer.special_ids), tokenizer.identity]
-    key: list[Any] = [part.source, part.path is None, part.train_on, template.sha256, seq, *ids]
+    key: list[object] = [part.source, part.path is None, part.train_on, template.sha256, seq, *ids]
     return open_cached(files, read, lambda items: items, key=key, dtype="uint32", cache_dir=cache_dir)
 
 

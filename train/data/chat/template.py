@@ -111,7 +111,7 @@ class ChatTemplate:
         written = [self.source, self.for_tools and self.for_tools.source, dict(self.texts), str(self.date)]
         return hashlib.sha256(json.dumps(written, sort_keys=True).encode()).hexdigest()
 
-    def render(self, messages: Sequence[Message], tools: Any = None, *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Sequence[Message], tools: object = None, *, add_generation_prompt: bool = True) -> str:
         """The text of messages. add_generation_prompt: the text ends where an answer begins. Raises InputError if the template refuses.
 
         tools: descriptions of functions that the model may call, for templates that write them.
@@ -130,13 +130,13 @@ class ChatTemplate:
         """Whether the template writes contents that are lists of parts, and none that are texts."""
         return self._writes(_parts(_PROBE)) and not self._writes(_PROBE)
 
-    def _writes(self, content: Any) -> bool:
+    def _writes(self, content: object) -> bool:
         chat = [{"role": role, "content": content} for role in ("user", "assistant")]
         with contextlib.suppress(InputError):
             return self._written(chat, None, False, "", "").count(_PROBE) > 1
         return False
 
-    def render_marked(self, messages: Sequence[Message], tools: Any = None) -> tuple[str, Spans]:
+    def render_marked(self, messages: Sequence[Message], tools: object = None) -> tuple[str, Spans]:
         """The text of messages and the parts of it that the template marks as answers. Raises InputError."""
         text = self.render(messages, tools, add_generation_prompt=False)
         marked = self._render(messages, tools, False, _OPEN, _CLOSE)
@@ -148,14 +148,14 @@ class ChatTemplate:
         ends = [*accumulate(map(len, parts))]
         return text, [(ends[n - 1], ends[n]) for n in range(1, len(parts), 2)]
 
-    def _render(self, messages: Sequence[Message], tools: Any, add_generation_prompt: bool, *marks: str) -> str:
+    def _render(self, messages: Sequence[Message], tools: object, add_generation_prompt: bool, *marks: str) -> str:
         # As in transformers, a key without a value is a key that is not there.
         chat = [_with_thought({key: value for key, value in message.items() if value is not None}) for message in messages]
         if self._needs_parts:
             chat = [{**message, "content": _parts(message.get("content") or "")} for message in chat]
         return self._written(chat, tools, add_generation_prompt, *marks)
 
-    def _written(self, chat: Any, tools: Any, add_generation_prompt: bool, *marks: str) -> str:
+    def _written(self, chat: object, tools: object, add_generation_prompt: bool, *marks: str) -> str:
         given = {**self.texts, "messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
         day = datetime.now() if self.date is None else self.date
         answer = _sandbox(os.getpid()).ask(self._called, {"given": given, "day": day.isoformat(), "call": _CALL, "marks": marks})
@@ -183,7 +183,7 @@ class _Sandbox:
         # Requests are answered in several threads.
         self._lock = threading.Lock()
 
-    def ask(self, source: str, request: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    def ask(self, source: str, request: Mapping[str, object] | None = None) -> Mapping[str, Any]:
         """The answer to a request about a template: its `text`, or `why` there is none. Without a request, it is only compiled."""
         with self._lock:
             if source not in self._programs:
@@ -192,7 +192,7 @@ class _Sandbox:
                 self._programs[source] = len(self._programs)
             return {} if request is None else self._answer({"program": self._programs[source], **request})
 
-    def _answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _answer(self, request: Mapping[str, object]) -> Mapping[str, Any]:
         try:
             asked = json.dumps(request).encode() + b"\n"
         except (TypeError, ValueError, RecursionError) as error:

@@ -51,7 +51,7 @@ class IndexedSamples:
         return checked(sample, self.element, self._where, what) if self.element else sample
 
 
-def held_out_samples(made: Iterable[Any], element: SampleShapes, where: str) -> IndexedSamples:
+def held_out_samples(made: Iterable[object], element: SampleShapes, where: str) -> IndexedSamples:
     """The samples of a stream that ends, in memory: each evaluation reads them."""
     samples, size, iterator = list[Sample](), 0, iter(made)
     while (sample := asked(where, f"sample {len(samples)}", lambda: next(iterator, END))) is not END:
@@ -63,7 +63,7 @@ def held_out_samples(made: Iterable[Any], element: SampleShapes, where: str) -> 
     return IndexedSamples(samples, where)
 
 
-def checked(sample: Any, element: SampleShapes, where: str, what: str) -> Sample:
+def checked(sample: object, element: SampleShapes, where: str, what: str) -> Sample:
     """A sample as arrays of the types of the first one."""
     if not isinstance(sample, Mapping) or set(sample) != set(element):
         names = sorted(sample) if isinstance(sample, Mapping) else named(sample)
@@ -71,7 +71,7 @@ def checked(sample: Any, element: SampleShapes, where: str, what: str) -> Sample
     return {name: _array(where, f"{what}: {name}", sample[name], x) for name, x in element.items()}
 
 
-def _array(where: str, what: str, value: Any, wanted: jax.ShapeDtypeStruct) -> np.ndarray:
+def _array(where: str, what: str, value: object, wanted: jax.ShapeDtypeStruct) -> np.ndarray:
     array = asked(where, what, lambda: np.asarray(value))
     if array.shape != wanted.shape or not np.can_cast(array.dtype, wanted.dtype, "same_kind"):
         shown, first = f"{array.dtype}{list(array.shape)}", f"{wanted.dtype}{list(wanted.shape)}"
@@ -109,11 +109,11 @@ class _Columns:
             raise ValueError(f"the arrays have different numbers of samples: {counts}")
         return min(counts.values(), default=0)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, object]:
         return {name: x[index] for name, x in self.arrays.items()}
 
 
-def shapes_of(first: Any, where: str) -> SampleShapes:
+def shapes_of(first: object, where: str) -> SampleShapes:
     """The arrays of the first sample. Raises InputError."""
     if not isinstance(first, Mapping) or not first or not all(isinstance(name, str) for name in first):
         raise InputError([f"{where}: sample 0 is {named(first)}. A sample is a dict of arrays by name, such as {{'x': x, 'y': y}}"])
@@ -126,6 +126,6 @@ def shapes_of(first: Any, where: str) -> SampleShapes:
     return {name: jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for name, x in arrays.items()}
 
 
-def named(value: Any) -> str:
+def named(value: object) -> str:
     """A value in messages."""
     return "None" if value is None else f"a value of type {type(value).__name__}"

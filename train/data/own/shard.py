@@ -58,7 +58,7 @@ class StreamSource:
     a shard, and not the whole stream. drawn(number, sample): the sample that the run trains on as its number `number`. Raises InputError.
     """
 
-    def __init__(self, call: Callable[[int, int, int], Any], where: str, made: Any, *, is_sharded: bool = False):
+    def __init__(self, call: Callable[[int, int, int], object], where: str, made: object, *, is_sharded: bool = False):
         self._call, self.where, self.is_sharded, self._last = call, where, is_sharded, None
         self.drawn: Callable[[int, Sample], Sample] = lambda number, sample: sample
         begin = Pass(self._new(made, 0), where)
@@ -82,11 +82,11 @@ class StreamSource:
             return checked(again.next("sample 0"), self.element, self.where, "sample 0")
         return self.first
 
-    def open(self, shard: int, shards: int, epoch: int, state: Any) -> Pass:
+    def open(self, shard: int, shards: int, epoch: int, state: object) -> Pass:
         """One epoch of a shard."""
         return Pass(self._new(self._call(shard, shards, epoch), epoch), self.where, state)
 
-    def _new(self, made: Any, epoch: int) -> Any:
+    def _new(self, made: object, epoch: int) -> object:
         if not hasattr(made, "__iter__"):
             raise InputError([f"{self.where}: returned {named(made)} for epoch {epoch}, and a stream at first"])
         if made is self._last and hasattr(made, "__next__"):
@@ -101,7 +101,7 @@ class StreamSource:
 class Pass:
     """Reads once what the function has returned, from its beginning or from a state."""
 
-    def __init__(self, made: Any, where: str, state: Any = None):
+    def __init__(self, made: Any, where: str, state: object = None):
         self._where = where
         methods = _methods(made)
         if methods and state is not None:
@@ -119,7 +119,7 @@ class Pass:
         """Whether it can say where it is."""
         return self._methods is not None
 
-    def state(self) -> Any:
+    def state(self) -> object:
         """Where it is, encoded; None if it cannot say."""
         if self._methods is None:
             return None
@@ -131,7 +131,7 @@ class Pass:
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError([f"{self._where}: {save.__name__}() returned a state that cannot be stored: {error}. {_KINDS}"]) from None
 
-    def next(self, what: str) -> Any:
+    def next(self, what: str) -> object:
         """The next sample, or END. what: names it. Raises SampleError."""
         return asked(self._where, what, lambda: next(self._iterator, END))
 
@@ -246,7 +246,7 @@ class Shard:
         self.read_again += begin.samples
 
 
-def _methods(made: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None:
+def _methods(made: object) -> tuple[Callable[[], object], Callable[[object], object]] | None:
     """How a stream says where it is, and how it goes there."""
     for names in _METHODS:
         save, load = (getattr(made, name, None) for name in names)
@@ -255,7 +255,7 @@ def _methods(made: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]] | None
     return None
 
 
-def encoded(state: Any) -> Any:
+def encoded(state: Any) -> object:
     """A state as JSON has it. A copy: what the stream does with the state later does not change it. Raises TypeError."""
     if state is None or type(state) in (bool, str, int, float):
         return state

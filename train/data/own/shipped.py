@@ -11,7 +11,7 @@ import importlib
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ _Place = Callable[[str], str]
 _SLICE = re.compile(r"([^\[\]]+)(?:\[(\d*):(\d*)\])?")
 
 
-def function_of(config: OwnData, code: Code, where: Callable[[str], str]) -> Callable[..., Any]:
+def function_of(config: OwnData, code: Code, where: Callable[[str], str]) -> Callable[..., object]:
     """The function that makes the samples. where(key): file and line of a key of the config. Raises InputError."""
     kind, _, name = config.source.partition(":")
     make = _SHIPPED.get(kind)
@@ -42,7 +42,7 @@ def function_of(config: OwnData, code: Code, where: Callable[[str], str]) -> Cal
     return make(name, lambda key: f"{where(f'data.{key}')}: data.{key}")
 
 
-def _hugging_face(path: str, place: _Place) -> Callable[..., Any]:
+def _hugging_face(path: str, place: _Place) -> Callable[..., object]:
     """The rows of a dataset of the Hub, or of a folder with files, as arrays by column."""
 
     @functools.cache
@@ -89,7 +89,7 @@ def _hugging_face(path: str, place: _Place) -> Callable[..., Any]:
         columns: Sequence[str] | None = None,
         text: str | None = None,
         tokenizer: str = BYTES,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[object, object]:
         distributed = importlib.import_module("datasets.distributed")
         if text is not None and columns is not None:
             raise InputError([f"{place('columns')}: text names the only column that is read. Remove one of them"])
@@ -105,7 +105,7 @@ def _hugging_face(path: str, place: _Place) -> Callable[..., Any]:
     return hf
 
 
-def _encoder(name: str, vocab: int, place: _Place) -> Callable[[Any], np.ndarray]:
+def _encoder(name: str, vocab: int, place: _Place) -> Callable[[Mapping[str, object]], np.ndarray]:
     """A function from a row with one text to its tokens, with those around every text."""
     try:
         tokenizer = open_tokenizer(name)
@@ -117,7 +117,7 @@ def _encoder(name: str, vocab: int, place: _Place) -> Callable[[Any], np.ndarray
     except InputError as error:
         raise InputError([f"{place('tokenizer')}: {problem}" for problem in error.problems]) from None
 
-    def tokens_of(row: Any) -> np.ndarray:
+    def tokens_of(row: Mapping[str, object]) -> np.ndarray:
         (text,) = row.values()
         if not isinstance(text, str):
             raise ValueError(f"the column {next(iter(row))} is {type(text).__name__}, not text")
@@ -129,7 +129,7 @@ def _encoder(name: str, vocab: int, place: _Place) -> Callable[[Any], np.ndarray
 class _Windows:
     """The texts of a dataset as rows of `seq` tokens. The last token that a row predicts is the first one of the next."""
 
-    def __init__(self, rows: Any, encoder: Callable[[Any], np.ndarray], seq: int):
+    def __init__(self, rows: Any, encoder: Callable[[Mapping[str, object]], np.ndarray], seq: int):
         self._rows, self._encoder, self._seq = rows, encoder, seq
         self._place: dict[str, Any] = {"rows": None, "used": 0}
 
@@ -137,11 +137,11 @@ class _Windows:
         """Begins an epoch of the dataset."""
         self._rows.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The state of the dataset before the first text that is not used up, None at the beginning, and how many of its tokens are."""
         return self._place
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Goes there."""
         self._place = state
 
@@ -149,7 +149,7 @@ class _Windows:
         before, used = self._place["rows"], self._place["used"]
         if before is not None:
             self._rows.load_state_dict(before)
-        texts, left, weights = deque[tuple[Any, np.ndarray]](), -used, np.ones(self._seq, np.float32)
+        texts, left, weights = deque[tuple[object, np.ndarray]](), -used, np.ones(self._seq, np.float32)
         for row in self._rows:
             texts.append((before, self._encoder(row)))
             before, left = self._rows.state_dict(), left + len(texts[-1][1])

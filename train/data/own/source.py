@@ -55,7 +55,7 @@ class OwnSource:
         """The sample that the run trains on as its number `number`."""
         return sample if self.transform is None else self.transform(number, sample, self.element)
 
-    def stack(self, samples: Sequence[Any]) -> Sample:
+    def stack(self, samples: Sequence[Sample]) -> Sample:
         """The batch of some samples."""
         return {name: np.stack([sample[name] for sample in samples]) for name in self.element}
 
@@ -129,7 +129,7 @@ def _check_keys(config: OwnData, samples: IndexedSamples | StreamSource, place: 
         raise InputError([f"{place('resume')}: exact needs a stream that can say where it is, and {made} cannot. {_STATEFUL}"])
 
 
-def _is_stream(made: Any, where: str) -> bool:
+def _is_stream(made: object, where: str) -> bool:
     """Whether samples have an iterator and no index. Raises InputError for what is neither."""
     if isinstance(made, Mapping) or (not isinstance(made, str) and hasattr(made, "__len__") and hasattr(made, "__getitem__")):
         return False

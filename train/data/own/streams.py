@@ -18,12 +18,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from jgt.document import InputError
 
 from ...files.json_text import json_value
 from ...files.streams import say
+from .samples import Sample
 from .shard import Shard, ShardPosition, StreamSource
 
 _AHEAD = 4
@@ -31,6 +32,7 @@ _AHEAD = 4
 _KEPT = 64
 """Places of the latest batches that are remembered. A run is never so many steps ahead of what it saves."""
 
+_Value = TypeVar("_Value")
 _Place = dict[int, ShardPosition]
 """The positions of some shards; one that is not there is at its beginning."""
 
@@ -65,9 +67,7 @@ class Streams:
         positions = {str(shard): vars(position) for shard, position in self._places[samples].items()}
         return json.dumps({"shards": self._shards, "positions": positions})
 
-    def batches(
-        self, start: int, batch: int, rows: Sequence[int], stack: Callable[[Sequence[Any]], dict[str, Any]]
-    ) -> Iterator[dict[str, Any]]:
+    def batches(self, start: int, batch: int, rows: Sequence[int], stack: Callable[[Sequence[Sample]], Sample]) -> Iterator[Sample]:
         """Rows of the batches from the place after `start` samples on, without end. Returns when it is there, and says how long it took.
 
         Raises SampleError and InputError.
@@ -84,7 +84,7 @@ class Streams:
             say(f"the stream was read again up to sample {start:,}: {read_again:,} samples in {time.monotonic() - begun:.1f} s")
         return self._with_places(values, start, batch)
 
-    def _with_places(self, values: Iterator[tuple[Any, _Place]], start: int, batch: int) -> Iterator[dict[str, Any]]:
+    def _with_places(self, values: Iterator[tuple[Sample, _Place]], start: int, batch: int) -> Iterator[Sample]:
         """Batches, whose places are remembered when they are given, and not when they are read."""
         for number, (made, place) in enumerate(values, 1):
             self._places[start + number * batch] = place
@@ -93,7 +93,9 @@ class Streams:
                 del self._places[list(self._places)[1]]
             yield made
 
-    def _read(self, start: int, batch: int, rows: Sequence[int], stack: Callable[[Sequence[Any]], Any]) -> Iterator[tuple[Any, _Place]]:
+    def _read(
+        self, start: int, batch: int, rows: Sequence[int], stack: Callable[[Sequence[Sample]], Sample]
+    ) -> Iterator[tuple[Any, _Place]]:
         """First the number of samples that were read again, then batches with the place behind each."""
         base = max(samples for samples in self._places if samples <= start)
         count, shards = self._shards, dict[int, tuple[list[int], Shard]]()
@@ -113,7 +115,7 @@ class Streams:
                 shard.close()
 
 
-def _ahead(values: Iterator[Any]) -> Iterator[Any]:
+def _ahead(values: Iterator[_Value]) -> Iterator[_Value]:
     """Values without end, read ahead by one thread. Closing the generator ends the thread, after what it does at this moment."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="stream")
     waiting = deque(pool.submit(next, values) for _ in range(_AHEAD))

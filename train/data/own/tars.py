@@ -27,7 +27,7 @@ from ..files import Finder
 
 _PART = 1 << 20
 _IMAGES = ("jpg", "jpeg", "png", "webp")
-_READERS: Mapping[str, Callable[[bytes], Any]] = {
+_READERS: Mapping[str, Callable[[bytes], object]] = {
     "json": json_value,
     "npy": lambda content: np.load(io.BytesIO(content)),
     "cls": int,
@@ -55,7 +55,7 @@ class _Tars:
         """Goes there."""
         self._place = state
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[dict[str, object]]:
         begin, skip = self._place["offset"], self._place["skip"]
         for number in range(self._place["file"], len(self._paths)):
             path = self._paths[number]
@@ -71,8 +71,8 @@ class _Tars:
                 raise ValueError(f"{path}: {error}") from error
             begin = 0
 
-    def _decoded(self, tar: tarfile.TarFile, members: Sequence[tarfile.TarInfo]) -> dict[str, Any]:
-        sample, others = dict[str, Any](), list[str]()
+    def _decoded(self, tar: tarfile.TarFile, members: Sequence[tarfile.TarInfo]) -> dict[str, object]:
+        sample, others = dict[str, object](), list[str]()
         for member in members:
             name = _split_name(member)[1]
             content = tar.extractfile(member)
@@ -130,7 +130,7 @@ def _split_name(member: tarfile.TarInfo) -> tuple[str, str]:
     return f"{folder}/{stem}", ending
 
 
-def _value(kind: str, content: bytes) -> Any:
+def _value(kind: str, content: bytes) -> object:
     """Reads a member. kind: the last part of its name."""
     if kind in _IMAGES:
         try:
@@ -143,7 +143,7 @@ def _value(kind: str, content: bytes) -> Any:
     return _READERS[kind](content)
 
 
-def tar_files(path: str) -> Callable[..., Any]:
+def tar_files(path: str) -> Callable[..., object]:
     """A function that returns the samples of a shard of tar files, and the held-out ones. path: a file, a folder or a glob."""
 
     # A URL is not asked again for each shard and epoch.
@@ -159,7 +159,7 @@ def tar_files(path: str) -> Callable[..., Any]:
         columns: Sequence[str] | None = None,
         cache: str | None = None,
         cache_bytes: Any = None,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[object, object]:
         if not isinstance(cache_bytes, int | None):
             raise InputError([f"data.cache_bytes: must be a whole number, not {shown(cache_bytes)}"])
         copies = ObjectCache(folder=cache, most_bytes=cache_bytes)

@@ -16,7 +16,6 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -32,7 +31,7 @@ NOT_REPEATED = (
 class Transform:
     """A function of a sample and an `np.random.Generator`, which returns a sample. where: for messages. seed: the run's."""
 
-    function: Callable[[Sample, np.random.Generator], Any]
+    function: Callable[[Sample, np.random.Generator], object]
     where: str
     seed: int
 
@@ -44,7 +43,7 @@ class Transform:
         """The changed sample. number: its place in the order of the run, from 0 on. Raises SampleError and InputError."""
         return checked(self._called(number, sample), element, self.where, f"sample {number}")
 
-    def _called(self, number: int, sample: Sample) -> Any:
+    def _called(self, number: int, sample: Sample) -> object:
         rng = np.random.default_rng((self.seed, number))
         return asked(self.where, f"sample {number}", lambda: self.function(dict(sample), rng))
 
@@ -55,7 +54,7 @@ def generators() -> bytes:
     return pickle.dumps((random.getstate(), np.random.get_state(), torch and torch.get_rng_state().numpy().tobytes()))
 
 
-def line_of(made: Any, function: Callable[..., Any]) -> str:
+def line_of(made: object, function: Callable[..., object]) -> str:
     """The file and line at which samples are read: the data set's own method, or the function that has returned it."""
     method = getattr(type(made), "__getitem__", function)
     code = getattr(method, "__code__", None) or getattr(inspect.unwrap(function), "__code__", None)

@@ -114,7 +114,7 @@ class Candidate:
     def to_document(self) -> dict[str, Any]:
         """The layout as the sections of a run's file."""
         rules = {} if self.rules is None else {"rules": self.rules}
-        pipeline: dict[str, Any] = {}
+        pipeline: dict[str, object] = {}
         if self.stages is not None:
             keys = ("signal", "axis", "schedule", "microbatches", "virtual", "remat", "gather")
             pipeline = {"pipeline": {key: value for key in keys if (value := getattr(self.stages, key)) is not None}}

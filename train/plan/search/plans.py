@@ -169,7 +169,7 @@ class Plans:
         return None
 
 
-def in_process(function: Callable[..., _T], *arguments: Any) -> _T:
+def in_process(function: Callable[..., _T], *arguments: object) -> _T:
     """Calls a function of a module in a new process. Raises what it raises, and RuntimeError if the process dies."""
     try:
         with _process() as process:
@@ -183,7 +183,7 @@ def _process() -> concurrent.futures.ProcessPoolExecutor:
     return concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=trainer)
 
 
-def _call(function: Callable[..., _T], *arguments: Any) -> _T:
+def _call(function: Callable[..., _T], *arguments: object) -> _T:
     """Calls a function whose libraries write what they like to stdout and stderr."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):

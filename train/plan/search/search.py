@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -84,7 +83,7 @@ class LayoutSearch:
     is_interrupted: bool = False
     estimator: Estimator | None = None
     _without_gain: int = 0
-    _pending: list[tuple[int, concurrent.futures.Future[PlanFigures], Estimate]] = field(default_factory=list[Any])
+    _pending: list[tuple[int, concurrent.futures.Future[PlanFigures], Estimate]] = field(default_factory=list)
     _asked: set[int] = field(default_factory=set[int])
     _refusals: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
     _compiled: set[tuple[str, int]] = field(default_factory=set[tuple[str, int]])

@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from jgt.document import InputError, path_problem
 
@@ -38,7 +37,7 @@ class Code:
     """
 
     files: Mapping[str, Path] = field(default_factory=dict[str, Path])
-    objects: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    objects: Mapping[str, object] = field(default_factory=dict[str, object])
 
     @cached_property
     def modules(self) -> Mapping[str, Path]:

@@ -113,7 +113,9 @@ def load_object(name: str, key: str, code: Code, where: str) -> Any:
     return found
 
 
-def call_with(function: Callable[..., Any], given: Mapping[str, Any], offered: Mapping[str, Any], where: Callable[[str], str]) -> Any:
+def call_with(
+    function: Callable[..., object], given: Mapping[str, object], offered: Mapping[str, object], where: Callable[[str], str]
+) -> Any:
     """function(**given), with the values of the run that its signature has too.
 
     given, offered, where: as for `checked_arguments`. Raises InputError as it does, and if the function fails.
@@ -128,8 +130,8 @@ def call_with(function: Callable[..., Any], given: Mapping[str, Any], offered: M
 
 
 def checked_arguments(
-    function: Callable[..., Any], given: Mapping[str, Any], offered: Mapping[str, Any], where: Callable[[str], str]
-) -> dict[str, Any]:
+    function: Callable[..., object], given: Mapping[str, object], offered: Mapping[str, object], where: Callable[[str], str]
+) -> dict[str, object]:
     """The arguments of a call with the keys of a config, and with the values of the run that the function's signature has too.
 
     given: the keys of the config. offered: the values of the run. where: maps a key to its file, line and full name, for messages. Raises
@@ -161,7 +163,7 @@ def checked_arguments(
     return {**{key: value for key, value in offered.items() if key in parameters}, **{k: _hashable(v) for k, v in given.items()}}
 
 
-def load_callable(key: str, name: str, arguments: Mapping[str, Any], code: Code, where: Callable[[str], str]) -> Callable[..., Any]:
+def load_callable(key: str, name: str, arguments: Mapping[str, object], code: Code, where: Callable[[str], str]) -> Callable[..., Any]:
     """The object that a key such as `model.kind` names, as a function of the values of the run, which passes the section's other keys too.
 
     arguments: these keys. where(key): file and line of a key of the config. Raises InputError, also when it is called.
@@ -184,7 +186,7 @@ def exits_are_failures() -> Iterator[None]:
         raise EndError(f"the run was ended by its own code: {described(error)}") from error
 
 
-def call_problem(function: Callable[..., Any], *arguments: str, **more: Any) -> str | None:
+def call_problem(function: Callable[..., object], *arguments: str, **more: object) -> str | None:
     """Why a function cannot be called with arguments of these names, in this order, and `more`; None if it can."""
     signature, name = inspect.signature(function), getattr(function, "__name__", "the function")
     try:
@@ -217,7 +219,7 @@ def described(error: BaseException) -> str:
     return f"{own_line(error)}{kind}{text and f': {text}'}"
 
 
-def _hashable(value: Any) -> Any:
+def _hashable(value: object) -> object:
     # Modules of linen are compared and hashed by their arguments.
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
@@ -242,7 +244,7 @@ class _Finder(MetaPathFinder):
             sys.meta_path.insert(0, self)
         importlib.invalidate_caches()
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """The module's spec, if the code has it."""
         file = self.paths.get(fullname)
         if file is None:
@@ -251,7 +253,7 @@ class _Finder(MetaPathFinder):
         return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=inside)
 
 
-def _is_from(module: Any, path: Path) -> bool:
+def _is_from(module: object, path: Path) -> bool:
     file = getattr(module, "__file__", None)
     return file is not None and Path(file).resolve() == path
 

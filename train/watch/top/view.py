@@ -59,14 +59,14 @@ class RunView:
     name: str
     now: float
     members: tuple[ProcessStatus, ...]
-    rows: tuple[Mapping[str, Any], ...]
+    rows: tuple[Mapping[str, object], ...]
     goodput: float | None
     starts: int
     restarts_after: Mapping[str, int]
     skipped: int
     events: tuple[Event, ...]
     lanes: Mapping[int, Sequence[Event]]
-    signals: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    signals: Mapping[str, object] = field(default_factory=dict[str, object])
     restarting_s: float | None = None
 
     @property
@@ -98,7 +98,7 @@ class RunView:
         """The last value of a metric."""
         return next((value for row in reversed(self.rows) if (value := number(row.get(metric))) is not None), None)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The numbers of a frame as plain values."""
         names = ("loss", "grad_norm", "lr", "tokens_per_s", "samples_per_s", "mfu", "eval_loss", "step_time_s")
         members = [asdict(m) | {"shares": m.shares, "notes": list(m.notes)} for m in self.members]
@@ -122,7 +122,7 @@ class Watched:
         self.folder, self.update, self._late = folder, update, late
         self._updated = time.monotonic()
         self._accounts: tuple[float, int, dict[str, Any]] = (0.0, -1, {})
-        self._tails: dict[Path, tuple[int, list[dict[str, Any]]]] = {}
+        self._tails: dict[Path, tuple[int, list[dict[str, object]]]] = {}
         """The ends of files, with the sizes at which they were read."""
 
     def read(self, now: float | None = None, lanes: int = 0) -> RunView:
@@ -149,7 +149,7 @@ class Watched:
             **self._of_events(now),
         )
 
-    def _lane(self, process: int, status: Mapping[str, Any]) -> tuple[Event, ...]:
+    def _lane(self, process: int, status: Mapping[str, object]) -> tuple[Event, ...]:
         """The last events of a process, and the phase that it has not ended."""
         row = status.get("row")
         unfinished = as_event(dict(row)) if isinstance(row, dict) else None
@@ -179,7 +179,7 @@ class Watched:
         rows = self._tail(events_file(self.folder, process), size)
         return (event for row in rows if (event := as_event(dict(row))) is not None)
 
-    def _tail(self, path: Path, size: int) -> list[dict[str, Any]]:
+    def _tail(self, path: Path, size: int) -> list[dict[str, object]]:
         """The rows at the end of a file, which is read again when it has grown."""
         try:
             length = path.stat().st_size
@@ -190,7 +190,7 @@ class Watched:
         return self._tails[path][1]
 
 
-def _signals(path: Path) -> Mapping[str, Any]:
+def _signals(path: Path) -> Mapping[str, object]:
     """The table of the last profile; empty if there is none, or one that is not as a run writes it."""
     try:
         return {"time": path.stat().st_mtime, **(read_object_file(path) or {})}
@@ -198,7 +198,7 @@ def _signals(path: Path) -> Mapping[str, Any]:
         return {}
 
 
-def _left(launcher: Mapping[str, Any], now: float) -> float | None:
+def _left(launcher: Mapping[str, object], now: float) -> float | None:
     """The seconds until the launcher starts its processes again."""
     row, limit = launcher.get("row"), number(launcher.get("limit_s"))
     begun = number(row.get("time")) if isinstance(row, dict) else None
