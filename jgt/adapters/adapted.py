@@ -80,7 +80,7 @@ class Labelled:
         order = [label for label in labels if label in self.labels] + [label for label in self.labels if label not in labels]
         return self if order == list(self.labels) else self.changed(lambda x: jnp.transpose(x, self.at(order)), tuple(order))
 
-    def changed(self, change: Callable[[Any], Any], labels: tuple[Label, ...]) -> Labelled:
+    def changed(self, change: Callable[[jax.Array], jax.Array], labels: tuple[Label, ...]) -> Labelled:
         """The array after a change. labels: those of its dims then."""
         return Labelled(changed(self.array, change), labels)
 

@@ -23,8 +23,10 @@ from jgt.program.places import in_place_of, line_here, results_of
 from jgt.replacements.experts.call import ExpertCall, experts
 from jgt.replacements.experts.experts import call_of
 
+_Value = jax.Array | Adapted
 
-def run_adapted(program: Program, args: Sequence[Any]) -> list[Any]:
+
+def run_adapted(program: Program, args: Sequence[_Value]) -> list[Any]:
     """The results of a program, of whose arguments some are `Adapted`. Raises InputError for an equation that such a matrix cannot pass."""
     values: dict[Var, Any] = {**jx.constants(program), **dict(zip(jx.body(program).invars, args, strict=True))}
 
@@ -42,7 +44,7 @@ def run_adapted(program: Program, args: Sequence[Any]) -> list[Any]:
     return [value(atom) for atom in jx.body(program).outvars]
 
 
-def _adapted(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+def _adapted(equation: Equation, operands: Sequence[_Value]) -> Sequence[_Value]:
     """The results of an equation that reads adapted matrices."""
     entered = _entry(equation)
     if entered is not None:
@@ -72,7 +74,7 @@ def _refused(matrix: Adapted, why: str) -> jax.Array:
     return matrix.matrix.array
 
 
-def _entry(equation: Equation) -> Callable[[Equation, Sequence[Any]], Sequence[Any]] | None:
+def _entry(equation: Equation) -> Callable[[Equation, Sequence[_Value]], Sequence[_Value]] | None:
     """How the programs inside an equation are run; None for an equation that is not entered."""
     if jx.is_call(equation):
         return lambda equation, operands: run_adapted(equation.params["jaxpr"], operands)
@@ -85,22 +87,22 @@ def _entry(equation: Equation) -> Callable[[Equation, Sequence[Any]], Sequence[A
     return _experts if isinstance(call_of(equation), ExpertCall) else None
 
 
-def _checkpoint(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+def _checkpoint(equation: Equation, operands: Sequence[_Value]) -> Sequence[_Value]:
     params = jx.params_of(equation)
 
-    def body(*operands: Any) -> list[Any]:
+    def body(*operands: _Value) -> list[_Value]:
         return run_adapted(params["jaxpr"], operands)
 
     return jax.checkpoint(body, policy=params["policy"], prevent_cse=params.get("prevent_cse", True))(*operands)  # pyright: ignore
 
 
-def _scan(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+def _scan(equation: Equation, operands: Sequence[_Value]) -> Sequence[_Value]:
     num_consts, num_carry = jx.scan_sizes(equation)
     first, program = num_consts + num_carry, equation.params["jaxpr"]
     carried = [_plain(x, "is carried by a scan") for x in operands[num_consts:first]]
     scanned = [_or_refused(x) for x in operands[first:]]
 
-    def body(carry: Sequence[Any], xs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    def body(carry: Sequence[_Value], xs: Sequence[_Value]) -> tuple[list[jax.Array], list[jax.Array]]:
         xs = [x.in_turn() if isinstance(x, Adapted) else x for x in xs]
         results = [_plain(x, "is a result of a scan") for x in run_adapted(program, [*operands[:num_consts], *carry, *xs])]
         return results[:num_carry], results[num_carry:]
@@ -110,15 +112,15 @@ def _scan(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
     return [*carry, *ys]
 
 
-def _branches(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    def branch(program: Program) -> Callable[..., list[Any]]:
+def _branches(equation: Equation, operands: Sequence[_Value]) -> Sequence[_Value]:
+    def branch(program: Program) -> Callable[..., list[jax.Array]]:
         return lambda *operands: [_plain(x, "is a result of a branch") for x in run_adapted(program, operands)]
 
     index, *rest = operands
-    return cast("list[Any]", jax.lax.switch(index, [branch(program) for program in equation.params["branches"]], *rest))
+    return cast("list[jax.Array]", jax.lax.switch(index, [branch(program) for program in equation.params["branches"]], *rest))
 
 
-def _experts(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+def _experts(equation: Equation, operands: Sequence[Any]) -> Sequence[_Value]:
     call = call_of(equation)
     assert call is not None
     *leaves, x, choice, scale = operands
@@ -131,12 +133,12 @@ def _experts(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
     return [experts(of_experts, list(leaves), x, choice, scale)]
 
 
-def _or_refused(x: Any) -> Any:
+def _or_refused(x: Any) -> _Value:
     try:
         return x.scanned() if isinstance(x, Adapted) else x
     except UnsupportedError as error:
         return _refused(x, str(error))
 
 
-def _plain(x: Any, why: str) -> Any:
+def _plain(x: _Value, why: str) -> jax.Array:
     return _refused(x, why) if isinstance(x, Adapted) else x

@@ -21,7 +21,7 @@ from jgt.adapters.packed import Packed, Packing
 from jgt.program import jaxpr as jx
 from jgt.program.uses import Use, parameter_uses
 from jgt.rules import Rules, SignalRule, SpecRule, match_param
-from jgt.sharding.inputs import path_text
+from jgt.sharding.inputs import KeyPath, path_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Matrix:
         return (*stack, *inputs, rank), (*stack, rank, *outputs)
 
     @staticmethod
-    def all_of(fn: Callable[..., Any], params: Any, *args: Any) -> list[Matrix]:
+    def all_of(fn: Callable[..., object], params: object, *args: object) -> list[Matrix]:
         """The parameters of fn(params, *args) with two or more dims, in their order. All arguments are shapes."""
         program, _ = jx.trace(fn, params, *args)
         named = _named(params)
@@ -73,10 +73,10 @@ class Matrix:
         return Update(matrix=self, a=a, b=b, scale=scale, dropout=dropout, key=key)
 
     @staticmethod
-    def with_updates(fn: Callable[..., Any], updates: Mapping[str, Update], packed: Mapping[str, Packing] = {}) -> Callable[..., Any]:
+    def with_updates(fn: Callable[..., object], updates: Mapping[str, Update], packed: Mapping[str, Packing] = {}) -> Callable[..., Any]:
         """fn(params, ...) whose matmuls read these matrices, by path, with their updates. packed: those that are packed in params."""
 
-        def like(path: Any, x: Any) -> Any:
+        def like(path: KeyPath, x: Any) -> Any:
             packing = packed.get(path_text(path))
             return x if packing is None else jax.ShapeDtypeStruct(packing.unpacked(x.shape), jnp.float32)
 
@@ -87,7 +87,7 @@ class Matrix:
                 return updates[path].adapted(x)
             return Adapted(matrix=Labelled(x, _labels(x.shape)), path=path) if path in packed else x
 
-        def call(params: Any, *args: Any) -> Any:
+        def call(params: object, *args: object) -> Any:
             program, tree = jx.trace(fn, jax.tree.map_with_path(like, params), *args)
             leaves = [matrix(path, x) for path, x in _named(params)]
             return jax.tree.unflatten(tree, run_adapted(program, [*leaves, *jax.tree.leaves(args)]))
@@ -147,7 +147,7 @@ class Update:
     dropout: float
     key: jax.Array | None
 
-    def adapted(self, x: Any) -> Adapted:
+    def adapted(self, x: jax.Array | Packed) -> Adapted:
         """The matrix with this update. x: the parameter, also packed."""
         labels = _labels(self.matrix.shape)
         stack, inputs, outputs = ([labels[n] for n in dims] for dims in (self.matrix.stack, self.matrix.inputs, self.matrix.outputs))
@@ -162,8 +162,8 @@ def _packed_name(path: str) -> str:
     return f"packed.{path.replace('/', '.')}"
 
 
-def _named(params: Any) -> list[tuple[str, Any]]:
-    return [(path_text(path), x) for path, x in cast("list[tuple[Any, Any]]", jax.tree.leaves_with_path(params))]
+def _named(params: object) -> list[tuple[str, Any]]:
+    return [(path_text(path), x) for path, x in cast("list[tuple[KeyPath, Any]]", jax.tree.leaves_with_path(params))]
 
 
 def _labels(shape: Sequence[int]) -> tuple[Label, ...]:

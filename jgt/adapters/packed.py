@@ -75,7 +75,7 @@ class Packing:
         """The shape of a matrix, from its shape when it is packed."""
         return (*shape[:-1], shape[-1] // self._bytes * _BLOCK)
 
-    def shape_of(self, x: Any) -> tuple[int, ...]:
+    def shape_of(self, x: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:
         """The shape of a parameter when it is unpacked, whether it is packed or not."""
         return self.unpacked(x.shape) if x.dtype == jnp.uint8 else tuple(x.shape)
 
@@ -128,6 +128,9 @@ def _chosen(numbers: Sequence[float], codes: jax.Array) -> jax.Array:
     return chosen[0]
 
 
+_Change = Callable[[jax.Array], jax.Array]
+
+
 @partial(jax.tree_util.register_dataclass, data_fields=("bytes",), meta_fields=("packing", "name", "changes"))
 @dataclass(frozen=True)
 class Packed:
@@ -136,10 +139,10 @@ class Packed:
     name: what rules call the bytes where they are unpacked, to say that devices exchange these, and not the numbers.
     """
 
-    bytes: Any
+    bytes: jax.Array
     packing: Packing
     name: str
-    changes: tuple[Callable[[Any], Any], ...] = ()
+    changes: tuple[_Change, ...] = ()
 
     def value(self) -> jax.Array:
         """The matrix with its changes."""
@@ -148,12 +151,12 @@ class Packed:
             x = change(x)
         return x
 
-    def changed(self, change: Callable[[Any], Any]) -> Packed:
+    def changed(self, change: _Change) -> Packed:
         """The matrix with a further change."""
         return replace(self, changes=(*self.changes, change))
 
     @cached_property
-    def _aval(self) -> Any:
+    def _aval(self) -> jax.ShapeDtypeStruct:
         return jax.eval_shape(self.value)
 
     @property
@@ -167,17 +170,17 @@ class Packed:
         return self._aval.dtype
 
 
-def changed(x: Any, change: Callable[[Any], Any]) -> Any:
+def changed(x: jax.Array | Packed, change: _Change) -> jax.Array | Packed:
     """A matrix with a change, which a packed one makes when it is read."""
     return x.changed(change) if isinstance(x, Packed) else change(x)
 
 
-def sliceable(x: Any) -> Any:
+def sliceable(x: jax.Array | Packed) -> jax.Array | Packed:
     """A matrix of which a scan can take slices: a packed one that was changed before is unpacked."""
     return x.value() if isinstance(x, Packed) and x.changes else x
 
 
-def read_by(x: Any, call: Callable[[Any], jax.Array]) -> jax.Array:
+def read_by(x: jax.Array | Packed, call: _Change) -> jax.Array:
     """The result of call(x). A packed matrix is unpacked for the call, and once more for its derivative: only the bytes are kept."""
     if not isinstance(x, Packed):
         return call(x)

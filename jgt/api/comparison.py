@@ -6,7 +6,8 @@ import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from types import EllipsisType
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,17 +25,19 @@ from jgt.sharding.arguments import Arguments
 from jgt.sharding.call import PlannedCall
 from jgt.sharding.inputs import named_leaves, path_text
 
-_Arrays = Sequence[Any]
+_Arrays = Sequence[jax.Array]
+_At = TypeVar("_At")
+_Made = TypeVar("_Made")
 
 
-def _at_sites(program: jx.Program, values: Mapping[Path, Any]) -> dict[TapSite, Any]:
+def _at_sites(program: jx.Program, values: Mapping[Path, _Arrays]) -> dict[TapSite, jax.Array]:
     return {site: values[path][number] for site, (path, number) in sites_of(program).items()}
 
 
-def _in_order(sites: Sequence[TapSite], values: Mapping[TapSite, Any]) -> list[tuple[TapSite, Any]]:
+def _in_order(sites: Sequence[TapSite], values: Mapping[TapSite, jax.Array]) -> list[tuple[TapSite, int | EllipsisType]]:
     """The sites in the order of a forward pass, each with an index into its values: all of a loop's first step, then of its second."""
     first = {site.loop: position for position, site in reversed(list(enumerate(sites)))}
-    places: list[tuple[tuple[int, int, int], TapSite, Any]] = []
+    places: list[tuple[tuple[int, int, int], TapSite, int | EllipsisType]] = []
     for position, site in enumerate(sites):
         if site.loop:
             places += [((first[site.loop], step, position), site, step) for step in range(len(values[site]))]
@@ -58,7 +61,7 @@ class Comparison:
         self._names = [f"result {path}".rstrip() for path in paths] + [f"new value of argument {n}" for n in planned.changed]
 
     @functools.cached_property
-    def _programs(self) -> list[tuple[Any, Any]]:
+    def _programs(self) -> list[tuple[Callable[[_Arrays], NamedArrays], jax.sharding.Sharding]]:
         """Both programs with their gradients, compiled, and where their arguments are."""
         layouts = jax.tree.leaves(self._planned.placement.gradients)
         sharded = self._with_gradients(self._planned.run, [layouts[n] for n in self._real])
@@ -68,7 +71,7 @@ class Comparison:
     def _plain(self) -> Callable[[_Arrays], NamedArrays]:
         return self._with_gradients(partial(jx.evaluate, self._planned.program))
 
-    def results(self, draw: Sequence[Any]) -> tuple[NamedArrays, NamedArrays]:
+    def results(self, draw: _Arrays) -> tuple[NamedArrays, NamedArrays]:
         """The results and gradients of both programs, by name, for these arguments."""
         self._arrays = draw
         expected, found = (program(jax.device_put(draw, where)) for program, where in self._programs)
@@ -92,8 +95,8 @@ class Comparison:
         gradients = jax.tree.unflatten(places.tree, [np.asarray(expected[self._gradient_of(n)]) for n in self._real])
         params = jax.tree.unflatten(places.tree, [np.asarray(x) for x in self._arrays[: len(self._real)]])
 
-        def update(optimizer: Any) -> Callable[[Any, Any], tuple[Any, Any]]:
-            def run(params: Any, gradients: Any) -> tuple[Any, Any]:
+        def update(optimizer: Any) -> Callable[[object, object], tuple[object, object]]:
+            def run(params: object, gradients: object) -> tuple[object, object]:
                 updates, state = optimizer.update(gradients, optimizer.init(params), params)
                 return jax.tree.map(operator.add, params, updates), state
 
@@ -137,14 +140,14 @@ class Comparison:
         found = self._on(self._whole, partial(values_inside, program))
         return Reference(program, self._arrays, self._first).first_wrong(found, tolerance)
 
-    def _values(self, program: Any, where: Any) -> dict[TapSite, Any]:
+    def _values(self, program: jx.Program, where: jax.sharding.Sharding) -> dict[TapSite, jax.Array]:
         """The values at the sites of a program, in order."""
         return _at_sites(program, self._on(where, partial(values_inside, program)))
 
-    def _cotangents(self, program: Any, where: Any) -> dict[TapSite, Any]:
+    def _cotangents(self, program: jx.Program, where: jax.sharding.Sharding) -> dict[TapSite, jax.Array]:
         """The cotangents at the sites of a program, in order."""
 
-        def run(arrays: _Arrays) -> dict[Result, Any]:
+        def run(arrays: _Arrays) -> dict[Result, jax.Array]:
             shapes = _at_sites(program, jax.eval_shape(partial(values_inside, program), arrays))
             probes = {result: jnp.zeros(shapes[site].shape, shapes[site].dtype) for site, result in sites_of(program).items()}
             return self._gradients(lambda probes: Evaluation(is_eager=False, probes=probes).run(program, arrays), probes)[0]
@@ -152,7 +155,9 @@ class Comparison:
         cotangents = self._on(where, run)
         return {site: cotangents[result] for site, result in sites_of(program).items()}
 
-    def _with_gradients(self, program: Callable[[_Arrays], _Arrays], layouts: Any = None) -> Callable[[_Arrays], NamedArrays]:
+    def _with_gradients(
+        self, program: Callable[[_Arrays], _Arrays], layouts: Sequence[NamedSharding] | None = None
+    ) -> Callable[[_Arrays], NamedArrays]:
         """A program and the gradients by its parameters. layouts: the layouts that gradients have in a step."""
 
         def run(arrays: _Arrays) -> NamedArrays:
@@ -168,10 +173,10 @@ class Comparison:
 
         return run
 
-    def _gradients(self, fn: Callable[[Any], _Arrays], at: Any) -> tuple[Any, _Arrays]:
+    def _gradients(self, fn: Callable[[_At], _Arrays], at: _At) -> tuple[_At, _Arrays]:
         """The gradient of the floating results of a function, weighed with random numbers; and the results."""
 
-        def floating(at: Any) -> tuple[_Arrays, _Arrays]:
+        def floating(at: _At) -> tuple[_Arrays, _Arrays]:
             results = fn(at)
             real = [x for x in results if _is_real(x)]
             # In a pipeline, only the first result has a gradient.
@@ -191,9 +196,9 @@ class Comparison:
         tried = [match(site.signal, r, backward=back) for back in (backward, False) for r in (rank, rank - 1)]
         return next((f" ({found.rule.where})" for found in tried if found.rule is not None), "")
 
-    def _on(self, where: Any, run: Callable[[_Arrays], Any]) -> Any:
+    def _on(self, where: jax.sharding.Sharding, run: Callable[[_Arrays], _Made]) -> _Made:
         return cast(Any, jax.jit(run)(jax.device_put(self._arrays, where)))
 
 
-def _is_real(x: Any) -> bool:
+def _is_real(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)

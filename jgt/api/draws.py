@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import is_random_key
@@ -26,7 +27,7 @@ _FIRST_START = {"dynamic_slice": 1, "dynamic_update_slice": 2}
 """The first operand that is a start, of operations on slices."""
 
 
-def draws(program: Program, given: Sequence[Any]) -> list[list[Any]]:
+def draws(program: Program, given: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[list[jax.Array]]:
     """Arrays for the arguments of a program, one list or several: arrays that are given, and numbers in the place of shapes."""
     num_draws = 1
     if any(isinstance(x, jax.ShapeDtypeStruct) and jnp.issubdtype(x.dtype, jnp.integer) for x in given):
@@ -34,12 +35,12 @@ def draws(program: Program, given: Sequence[Any]) -> list[list[Any]]:
     return [[_drawn(program, x, n, draw) for n, x in enumerate(given)] for draw in range(num_draws)]
 
 
-def noise(shape: Sequence[int], dtype: Any, number: int) -> Any:
+def noise(shape: Sequence[int], dtype: DTypeLike, number: int) -> jax.Array:
     """Random numbers around zero."""
     return jnp.asarray(np.random.default_rng(number).standard_normal(shape, np.float32), dtype)
 
 
-def _drawn(program: Program, x: Any, number: int, draw: int) -> Any:
+def _drawn(program: Program, x: jax.Array | jax.ShapeDtypeStruct, number: int, draw: int) -> jax.Array:
     if not isinstance(x, jax.ShapeDtypeStruct):
         return x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -31,8 +31,8 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, bool, int, f
 
 
 def verify_jit(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., object],
+    *args: object,
     in_shardings: Any = None,
     out_shardings: Any = None,
     mesh: Mesh | None = None,
@@ -65,7 +65,7 @@ def verify_jit(
     is_plain = in_shardings is None and out_shardings is None
     jitted: Any = fn if is_plain and hasattr(fn, "lower") else jax.jit(fn, in_shardings=in_shardings, out_shardings=out_shardings)
 
-    def flat(*arrays: Any) -> Any:
+    def flat(*arrays: jax.Array) -> object:
         return jitted(*jax.tree.unflatten(tree, arrays))
 
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh), avoided_faults() as avoided:
@@ -95,16 +95,21 @@ class _Compared:
 
     forward: jx.Program
     whole: jx.Program
-    given: Sequence[Any]
-    into: Sequence[Any]
-    out: Sequence[Any]
+    given: Sequence[jax.Array | jax.ShapeDtypeStruct]
+    into: Sequence[NamedSharding | None]
+    out: Sequence[jax.sharding.Sharding | None]
     names: Sequence[str]
     device: Any
     left_out: tuple[str, ...]
 
     @classmethod
     def of(
-        cls, program: jx.Program, given: Sequence[Any], mesh: Mesh | None, arguments: Sequence[str], results: Sequence[str]
+        cls,
+        program: jx.Program,
+        given: Sequence[jax.Array | jax.ShapeDtypeStruct],
+        mesh: Mesh | None,
+        arguments: Sequence[str],
+        results: Sequence[str],
     ) -> _Compared:
         """Takes a program apart, and traces its gradient. arguments, results: their names. Raises InputError."""
         inner, into, out = whole_call(program) or (program, [None] * len(given), [None] * len(results))
@@ -156,8 +161,8 @@ class _Compared:
                 return largest, tuple(wrong[name] for name in self.names if name in wrong), first
         return largest, (), ""
 
-    def _compiled(self, program: jx.Program, numbers: Sequence[int], *, keeps: bool = False) -> Callable[[Sequence[Any]], Any]:
-        def run(arrays: Sequence[Any]) -> tuple[Sequence[Any], Mapping[Path, Sequence[Any]]]:
+    def _compiled(self, program: jx.Program, numbers: Sequence[int], *, keeps: bool = False) -> Callable[[Sequence[jax.Array]], Any]:
+        def run(arrays: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], Mapping[Path, Sequence[jax.Array]]]:
             if not keeps:
                 return jx.evaluate(program, arrays), {}
             evaluation = Evaluation(is_eager=False, keeps=True)
@@ -167,11 +172,13 @@ class _Compared:
         return cast(Any, jax.jit(run, out_shardings=(out, None)))
 
 
-def _with_gradients(program: jx.Program, given: Sequence[Any], real: Sequence[int], outputs: Sequence[int]) -> jx.Program:
+def _with_gradients(
+    program: jx.Program, given: Sequence[jax.Array | jax.ShapeDtypeStruct], real: Sequence[int], outputs: Sequence[int]
+) -> jx.Program:
     """A program that returns also the gradients by these arguments, of the sum of these results with weights of both signs."""
 
-    def both(*arrays: Any) -> Any:
-        def total(moved: Sequence[Any]) -> Any:
+    def both(*arrays: jax.Array) -> list[jax.Array]:
+        def total(moved: Sequence[jax.Array]) -> tuple[Any, list[jax.Array]]:
             new = dict(zip(real, moved, strict=True))
             results = jx.evaluate(program, [new.get(n, x) for n, x in enumerate(arrays)])
             # Made inside, as a loss makes them: XLA would choose the layout of a further argument.
@@ -184,7 +191,7 @@ def _with_gradients(program: jx.Program, given: Sequence[Any], real: Sequence[in
     return jx.trace(both, *given)[0]
 
 
-def _mesh_of(program: jx.Program, shardings: Sequence[Any], mesh: Mesh | None) -> Mesh:
+def _mesh_of(program: jx.Program, shardings: Sequence[jax.sharding.Sharding | None], mesh: Mesh | None) -> Mesh:
     """The mesh of a function. Raises InputError if it has none or several."""
     inside = [value for equation in all_equations(program) for value in jx.param_items(equation)]
     named = [s.mesh for s in [*shardings, *inside] if isinstance(s, NamedSharding)]

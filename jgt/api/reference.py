@@ -20,11 +20,11 @@ _NUM_NOISY = 3
 _ROUNDING = 16.0
 """Rounding may differ by this many times what noise in the last places changes."""
 
-NamedArrays = dict[str, Any]
+NamedArrays = dict[str, jax.Array]
 """Arrays by their names in messages."""
 
 
-def errors_of(expected: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, float]:
+def errors_of(expected: Mapping[str, jax.Array], found: Mapping[str, jax.Array]) -> dict[str, float]:
     """The largest difference of each array, as a share of its largest number; infinite where one has NaN and the other has none."""
     wide = {name: [_wide(arrays[name]) for arrays in (expected, found)] for name in expected}
     sizes = {name: float(np.max(np.abs(a), initial=0.0, where=np.isfinite(a))) for name, (a, _) in wide.items()}
@@ -37,12 +37,12 @@ def errors_of(expected: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str
     return errors
 
 
-def _wide(x: Any) -> np.ndarray[Any, Any]:
-    array: Any = np.asarray(x)
+def _wide(x: jax.Array) -> np.ndarray:
+    array = np.asarray(x)
     return array.astype(np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
-def _is_readable(x: Any) -> bool:
+def _is_readable(x: jax.Array) -> bool:
     """Whether JAX can bring an array to the host: not if XLA has split a value inside a program into parts of several sizes."""
     try:
         return bool(np.asarray(x).shape == x.shape)
@@ -53,10 +53,10 @@ def _is_readable(x: Any) -> bool:
         return True
 
 
-def numbers_of(expected: Any, found: Any) -> tuple[float, float]:
+def numbers_of(expected: jax.Array, found: jax.Array) -> tuple[float, float]:
     """The numbers at the place where two arrays differ most, which is one where one of them is not finite."""
-    a: Any = _wide(expected).ravel()
-    b: Any = _wide(found).ravel()
+    a = _wide(expected).ravel()
+    b = _wide(found).ravel()
     finite = np.isfinite(a), np.isfinite(b)
     with np.errstate(invalid="ignore"):
         apart = np.where(finite[0] & finite[1], np.abs(a - b), np.where(finite[0] == finite[1], 0.0, np.inf))
@@ -65,7 +65,7 @@ def numbers_of(expected: Any, found: Any) -> tuple[float, float]:
 
 
 def judged(
-    expected: Mapping[str, Any], found: Mapping[str, Any], noisy: Callable[[int], Mapping[str, Any]], tolerance: float
+    expected: Mapping[str, jax.Array], found: Mapping[str, jax.Array], noisy: Callable[[int], Mapping[str, jax.Array]], tolerance: float
 ) -> tuple[dict[str, float], list[str]]:
     """The errors of arrays by name, and the names of those that are wrong: off by more than the tolerance and than rounding explains.
 
@@ -84,7 +84,7 @@ def judged(
 class Reference:
     """A program on arrays, operation by operation on one device. names: the names of its results."""
 
-    def __init__(self, program: jx.Program, arrays: Sequence[Any], device: Any, names: Sequence[str] = ()):
+    def __init__(self, program: jx.Program, arrays: Sequence[jax.Array], device: Any, names: Sequence[str] = ()):
         self.program, self._arrays, self._device, self._names = program, arrays, device, names
 
     @functools.cached_property
@@ -92,10 +92,10 @@ class Reference:
         """The results of the program."""
         return self._named(self.run()[0])
 
-    def _named(self, results: Sequence[Any]) -> NamedArrays:
+    def _named(self, results: Sequence[jax.Array]) -> NamedArrays:
         return dict(zip(self._names, results, strict=True))
 
-    def run(self, seed: int | None = None, keeps: bool = False) -> tuple[list[Any], dict[Path, list[Any]]]:
+    def run(self, seed: int | None = None, keeps: bool = False) -> tuple[list[jax.Array], dict[Path, list[jax.Array]]]:
         """Returns the results, and with `keeps` the values of equations. seed: the seed of the noise, if there is any."""
         noise = None if seed is None else np.random.default_rng(seed)
         with jax.default_device(self._device):
@@ -110,7 +110,7 @@ class Reference:
         expected = {name: self.results[name] for name in found}
         return judged(expected, found, lambda number: self._named(self.run(number)[0]), tolerance)
 
-    def first_wrong(self, found: Mapping[Path, Sequence[Any]], tolerance: float) -> str:
+    def first_wrong(self, found: Mapping[Path, Sequence[jax.Array]], tolerance: float) -> str:
         """The first equation with a wrong value in the compiled program, or else the first of the backward pass; empty if there is none."""
         expected = self.run(keeps=True)[1]
         found = {path: arrays for path, arrays in found.items() if all(map(_is_readable, arrays))}
@@ -155,7 +155,7 @@ class _Site:
         return "".join(parts)
 
 
-def _sites(program: jx.Program, values: Mapping[Path, Sequence[Any]]) -> Iterator[_Site]:
+def _sites(program: jx.Program, values: Mapping[Path, Sequence[jax.Array]]) -> Iterator[_Site]:
     first: dict[Path, int] = {}
     for position, (path, results) in enumerate(values.items()):
         way = list(equations_at(program, path))
@@ -168,10 +168,10 @@ def _sites(program: jx.Program, values: Mapping[Path, Sequence[Any]]) -> Iterato
                 yield _Site(program=program, path=path, number=number, step=step, order=order)
 
 
-def _steps(sites: Mapping[str, _Site], values: Mapping[Path, Sequence[Any]]) -> NamedArrays:
+def _steps(sites: Mapping[str, _Site], values: Mapping[Path, Sequence[jax.Array]]) -> NamedArrays:
     return {name: _at(site, values) for name, site in sites.items()}
 
 
-def _at(site: _Site, values: Mapping[Path, Sequence[Any]]) -> Any:
+def _at(site: _Site, values: Mapping[Path, Sequence[jax.Array]]) -> jax.Array:
     whole = values[site.path][site.number]
     return whole if site.step is None else whole[site.step]

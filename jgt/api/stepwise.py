@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program, Var
@@ -54,14 +55,14 @@ class Evaluation:
     is_eager: bool
     keeps: bool = False
     noise: np.random.Generator | None = None
-    probes: Mapping[Result, Any] = field(default_factory=dict)
-    values: dict[Path, list[Any]] = field(default_factory=dict)
+    probes: Mapping[Result, jax.Array] = field(default_factory=dict)
+    values: dict[Path, list[jax.Array]] = field(default_factory=dict)
 
-    def run(self, program: Program, args: Sequence[Any], path: Path = ()) -> list[Any]:
+    def run(self, program: Program, args: Sequence[jax.Array], path: Path = ()) -> list[jax.Array]:
         """The results of a program. A value in a scan has a leading dim for each scan around it."""
         inner = jx.body(program)
         constants = {var: local(x) if self.is_eager else x for var, x in jx.constants(program).items()}
-        known: dict[Any, Any] = {**constants, **dict(zip(inner.invars, args, strict=True))}
+        known: dict[Var, Any] = {**constants, **dict(zip(inner.invars, args, strict=True))}
         made: dict[Var, tuple[Path, int]] = {}
         for number, equation in enumerate(inner.eqns):
             here = (*path, number)
@@ -77,7 +78,7 @@ class Evaluation:
                 made[equation.outvars[0]] = origin
         return [known[atom] if jx.is_var(atom) else atom.val for atom in inner.outvars]
 
-    def _results(self, equation: Equation, operands: Sequence[Any], here: Path) -> Sequence[Any]:
+    def _results(self, equation: Equation, operands: Sequence[jax.Array], here: Path) -> Sequence[jax.Array]:
         if jx.is_scan(equation) and equation.params["length"]:
             return self._scan(equation, operands, here)
         # Inside a jit, what has a derivative of its own keeps it.
@@ -91,10 +92,10 @@ class Evaluation:
             return self._branch_or_loop(equation, operands)
         return [self._rounded(equation, x) for x in _alone(equation, operands)]
 
-    def _probed(self, here: Path, results: Sequence[Any]) -> list[Any]:
+    def _probed(self, here: Path, results: Sequence[jax.Array]) -> list[jax.Array]:
         return [x + self.probes[here, n] if (here, n) in self.probes else x for n, x in enumerate(results)]
 
-    def _scan(self, equation: Equation, operands: Sequence[Any], here: Path) -> list[Any]:
+    def _scan(self, equation: Equation, operands: Sequence[jax.Array], here: Path) -> list[jax.Array]:
         body, (num_constants, num_carried) = equation.params["jaxpr"], jx.scan_sizes(equation)
         first = num_constants + num_carried
 
@@ -111,7 +112,7 @@ class Evaluation:
         self.values |= values
         return [*carried, *scanned]
 
-    def _branch_or_loop(self, equation: Equation, operands: Sequence[Any]) -> list[Any]:
+    def _branch_or_loop(self, equation: Equation, operands: Sequence[jax.Array]) -> list[jax.Array]:
         inside = replace(self, keeps=False)
         if equation.primitive.name == "cond":
             branches = equation.params["branches"]
@@ -123,20 +124,20 @@ class Evaluation:
             carried = inside.run(equation.params["body_jaxpr"], [*fixed, *carried])
         return carried
 
-    def _rounded(self, equation: Equation, x: Any) -> Any:
+    def _rounded(self, equation: Equation, x: jax.Array) -> jax.Array:
         if self.noise is None or equation.primitive.name in _MOVES or not jnp.issubdtype(x.dtype, jnp.floating):
             return x
         return with_noise(x, self.noise)
 
 
-def values_inside(program: Program, args: Sequence[Any]) -> dict[Path, list[Any]]:
+def values_inside(program: Program, args: Sequence[jax.Array]) -> dict[Path, list[jax.Array]]:
     """The values of all equations of a program inside a jit."""
     evaluation = Evaluation(is_eager=False, keeps=True)
     evaluation.run(program, args)
     return evaluation.values
 
 
-def with_noise(x: Any, noise: np.random.Generator) -> Any:
+def with_noise(x: jax.Array, noise: np.random.Generator) -> jax.Array:
     """A floating array with each number changed by a unit in its last place, up or down. Small whole numbers stay: they are exact."""
     info, old = jnp.finfo(x.dtype), np.asarray(x, np.float64)
     exact = (old == np.rint(old)) & (np.abs(old) < 2.0 ** (info.nmant - 3))
@@ -154,7 +155,7 @@ def _steps(step: Callable[..., Any], carried: Any, scanned: Any, *, length: int,
     return carried, jax.tree.map(lambda *xs: jnp.stack(xs), *results)
 
 
-def _alone(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+def _alone(equation: Equation, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """The results of one operation on one device."""
     primitive = equation.primitive
     if primitive.name == "shard_map":
@@ -166,7 +167,7 @@ def _alone(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
     return results if primitive.multiple_results else [results]
 
 
-def local(x: Any) -> jax.Array:
+def local(x: ArrayLike) -> jax.Array:
     """An array on one device, JAX's default one, wherever it is."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(jnp.asarray(np.asarray(jax.random.key_data(x))), impl=jax.random.key_impl(x))
@@ -196,7 +197,7 @@ def equations_at(program: Program, path: Path) -> Iterator[tuple[Equation, Place
         program = next(itertools.chain(jx.subprograms(equation), [program]))
 
 
-def whole_call(program: Program) -> tuple[Program, Sequence[Any], Sequence[Any]] | None:
+def whole_call(program: Program) -> tuple[Program, list[jax.sharding.Sharding | None], list[jax.sharding.Sharding | None]] | None:
     """The content of a program that is nothing but one call of a jit, with the shardings of its arguments and of its results."""
     inner = jx.body(program)
     equation = inner.eqns[0] if len(inner.eqns) == 1 else None

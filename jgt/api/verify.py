@@ -17,10 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
+import jax
 from jax.sharding import Mesh
 
 from jgt.api.comparison import Comparison
-from jgt.api.reference import errors_of, numbers_of
+from jgt.api.reference import NamedArrays, errors_of, numbers_of
 from jgt.api.shard import shard
 from jgt.document import InputError
 from jgt.sharding.checks import RulesLike
@@ -47,7 +48,7 @@ class Difference:
     found: float
 
     @classmethod
-    def of(cls, what: str, error: float, expected: Any, found: Any) -> Self:
+    def of(cls, what: str, error: float, expected: jax.Array, found: jax.Array) -> Self:
         """A difference between two arrays."""
         numbers = numbers_of(expected, found)
         return cls(what=what, error=error, expected=numbers[0], found=numbers[1])
@@ -81,11 +82,11 @@ class Verification:
     def of(
         cls,
         sharded: Sharded[..., Any],
-        *args: Any,
+        *args: object,
         optimizer: Any = None,
         plain_optimizer: Any = None,
         tolerance: float = TOLERANCE,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> Self:
         """`verify` for a function that is sharded already. plain_optimizer: `optimizer` without a mesh. Raises InputError."""
         started = time.perf_counter()
@@ -95,7 +96,7 @@ class Verification:
             raise InputError(["verify: the mesh has no devices to compute on. Make it with jgt.make_mesh"])
         comparison = Comparison(arguments, planned, mesh)
         errors, wrong, first = dict[str, float](), list[str](), ""
-        expected, found = dict[str, Any](), dict[str, Any]()
+        expected, found = NamedArrays(), NamedArrays()
         with avoided_faults() as avoided:
             for draw in comparison.draws:
                 expected, found = comparison.results(draw)
@@ -140,17 +141,17 @@ class Verification:
 
 
 def verify(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     rules: RulesLike,
     mesh: Mesh,
-    *args: Any,
+    *args: object,
     optimizer: Any = None,
     tolerance: float = TOLERANCE,
     partial: bool = False,
     pipeline: Staging | None = None,
     state: StateArguments = None,
     pad: bool = False,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Verification:
     """Compares `jgt.shard(fn, rules, mesh)` with `fn`: results, gradients, and an update by `optimizer` if there is one.
 

@@ -125,7 +125,7 @@ class Layer:
         recompute: bool,
         apart: bool,
     ):
-        leaves: list[Any] = jax.tree.leaves(shapes)
+        leaves: list[jax.ShapeDtypeStruct] = jax.tree.leaves(shapes)
         inputs_of = partial(jax.tree.unflatten, cast(Any, jax.tree.structure(shapes)))
         travel = Floats.among(shapes.travel)
         # Nothing is differentiated with respect to the batch, so local values and the index need no gradient.

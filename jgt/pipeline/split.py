@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jgt.pipeline.arrays import Floats, has_gradient
 from jgt.pipeline.batch import AlignmentError, Growth, align_microbatch, growth_of
@@ -63,7 +63,7 @@ class Split:
     """Parameters → `weights` and `common`, each value once."""
     weights: tuple[Var, ...]
     """Values of parameters alone that the layers are scanned over."""
-    narrow: Mapping[Var, Any]
+    narrow: Mapping[Var, DTypeLike]
     """For a weight that the layers cast wherever they read it, the type that they cast it to."""
     common: tuple[Var, ...]
     """Values of parameters alone that are read elsewhere in the pipeline."""
@@ -120,7 +120,7 @@ class Split:
         """The indices of the parameters that the layers are scanned over."""
         return frozenset(self.like[v] for v in self.weights if v in self.like)
 
-    def half_matrices(self) -> dict[Var, Any]:
+    def half_matrices(self) -> dict[Var, DTypeLike]:
         """By matrix that is read in half precision, that type. Vectors are few, and not worth a rounding."""
         read = {v: jnp.dtype(self.narrow.get(v, jx.dtype_of(v))) for v in (*self.weights, *self.common)}
         # A weight has a dim of layers in front.
@@ -231,9 +231,9 @@ class _Splitter:
             like={var: index for var in shared if (index := self._origin(var)) is not None},
         )
 
-    def _narrow(self, weights: Sequence[Var], first: int) -> dict[Var, Any]:
+    def _narrow(self, weights: Sequence[Var], first: int) -> dict[Var, DTypeLike]:
         """The type of each weight that layers read in one narrower type alone. first: the number of the first operand scanned over."""
-        types: dict[Var, set[Any]] = {}
+        types: dict[Var, set[DTypeLike | None]] = {}
         reads = narrow_reads(self.scan.params["jaxpr"])
         for index, atom in enumerate(self.scan.invars[first:], start=first):
             if jx.is_var(atom) and atom in weights:

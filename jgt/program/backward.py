@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.extend.linear_util as lu
@@ -21,11 +20,11 @@ def map_backward(equation: Equation, change: Callable[[Program, list[int | None]
     if rule is None:
         return equation
 
-    def changed(*args: Any) -> Any:
-        results: list[Any] = []
-        rest: list[Any] = []
+    def changed(*args: jax.Array) -> object:
+        results: list[object] = []
+        rest: list[object] = []
 
-        def arrays(*args: Any) -> list[Any]:
+        def arrays(*args: jax.Array) -> list[jax.Array]:
             made = rule.call_wrapped(*args)
             # jax 0.12 returns the list of results and something more.
             has_more = len(made) == 2 and isinstance(made[0], list)

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable
 from functools import lru_cache, partial
-from typing import Any, cast
+from typing import cast
 
 import jax
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
 from jgt.document import InputError
 from jgt.program import jaxpr as jx
@@ -84,7 +85,7 @@ def _context_of(like: Equation | None) -> contextlib.AbstractContextManager[obje
 
 # Unrolled layers repeat few shapes many times, and a trace for each of their constraints would take as long as the model's own.
 @lru_cache(maxsize=4096)
-def _traced_equation(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding, around: Hashable) -> Equation:
+def _traced_equation(shape: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding, around: Hashable) -> Equation:
     return jx.body(jax.make_jaxpr(partial(_constrained, sharding=sharding))(jax.ShapeDtypeStruct(shape, dtype))).eqns[0]
 
 
@@ -126,7 +127,7 @@ def wrap_in_checkpoint(program: Program, policy: Callable[..., bool], *, in_scan
     return inside
 
 
-def with_policy(equation: Equation, policy: Callable[..., Any]) -> Equation:
+def with_policy(equation: Equation, policy: Callable[..., object]) -> Equation:
     """A region with another policy. Raises InputError if this JAX would ignore it."""
     new = jx.with_params(equation, policy=policy)
     _check(new)

@@ -119,7 +119,7 @@ def manual_mesh(equation: Equation) -> AbstractMesh | None:
     return mesh if mesh.manual_axes else None
 
 
-def mesh_context(equation: Equation) -> contextlib.AbstractContextManager[Any]:
+def mesh_context(equation: Equation) -> contextlib.AbstractContextManager[object]:
     """The mesh of the shard_map that an equation was traced in."""
     return contextlib.nullcontext() if manual_mesh(equation) is None else equation.ctx.manager
 

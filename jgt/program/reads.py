@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program, Var
@@ -24,7 +25,7 @@ _LAYOUT = frozenset({"reshape", "squeeze", "transpose", "slice", "broadcast_in_d
 class Read:
     """The read of an argument by a program. dtype: the type that it casts to. once: whether it casts once, so that nothing is added up."""
 
-    dtype: Any
+    dtype: DTypeLike
     once: bool
 
 
@@ -38,7 +39,7 @@ def narrow_reads(program: Program) -> list[Read | None]:
     return [_narrow(jx.dtype_of(var), casts) for var, casts in zip(inner.invars, _casts(program), strict=True)]
 
 
-def _narrow(wide: Any, casts: _Casts) -> Read | None:
+def _narrow(wide: DTypeLike, casts: _Casts) -> Read | None:
     if len(casts) != 1:
         return None
     ((dtype, count),) = casts.items()

@@ -144,7 +144,7 @@ def plan_of(equation: jx.Equation) -> DevicePlan | None:
 class MeaningPolicy:
     """A policy of jax.checkpoint that treats a plan as another policy treats the matmuls in the plan's meaning."""
 
-    around: Callable[..., Any]
+    around: Callable[..., object]
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         if primitive is not _primitive:
@@ -153,18 +153,18 @@ class MeaningPolicy:
         return next((_answer(self.around, dot) for dot in dots), False)
 
 
-def _answer(policy: Callable[..., Any], equation: jx.Equation) -> Any:
+def _answer(policy: Callable[..., object], equation: jx.Equation) -> object:
     return policy(equation.primitive, *[v.aval for v in equation.invars], **equation.params)
 
 
 # -- what JAX asks about a primitive -----------------------------------------------------------------------------
 
 
-def _evaluated(*arrays: jax.Array, meaning: jx.Program, **_: Any) -> list[jax.Array]:
+def _evaluated(*arrays: jax.Array, meaning: jx.Program, **_: object) -> list[jax.Array]:
     return jx.evaluate(meaning, arrays)
 
 
-def _avals(*_: Any, meaning: jx.Program, **__: Any) -> list[Any]:
+def _avals(*_: object, meaning: jx.Program, **__: object) -> list[object]:
     return [v.aval for v in jx.body(meaning).outvars]
 
 
@@ -221,7 +221,7 @@ def _lower(ctx: Any, operands: Sequence[Any], fn: Callable[..., Any]) -> Any:
 
 def _on_devices(
     plan: DevicePlan, num_operands: int, mesh: Mesh | AbstractMesh | None, named: Mesh | AbstractMesh, manual: frozenset[str]
-) -> Callable[..., Any]:
+) -> Callable[..., list[jax.Array]]:
     """The plan as a shard_map over its axes that are not manual already, and over axes of one device."""
     sizes = dict(named.shape)
     axes = {axis for axis, size in sizes.items() if axis not in manual and (axis in plan.axes() or size == 1)}

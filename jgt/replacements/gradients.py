@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -248,7 +248,7 @@ def _summed_in_f32(equation: Equation) -> list[Equation]:
     return inlined(program, equation, equation.invars, equation.outvars)
 
 
-def _with_derivative(equation: Equation, backward: Callable[[_Operands, jax.Array], tuple[Any, ...]]) -> list[Equation]:
+def _with_derivative(equation: Equation, backward: Callable[[_Operands, jax.Array], tuple[jax.Array | None, ...]]) -> list[Equation]:
     """The equation of two operands with this backward rule."""
 
     def run(a: jax.Array, b: jax.Array) -> jax.Array:

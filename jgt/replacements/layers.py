@@ -25,8 +25,9 @@ from jgt.program.jaxpr import Equation, Var
 from jgt.program.parts import Flat, flatten, inlined
 from jgt.replacements.gradients import with_parameters_followed
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., object])
 _R = TypeVar("_R")
+_Parts = TypeVar("_Parts")
 _Arrays = list[jax.Array]
 
 
@@ -37,11 +38,11 @@ def recomputed(fn: _F, policy: Callable[..., bool], *, missing: Exception) -> _F
     """
 
     @functools.wraps(fn)
-    def run(params: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(params: object, *args: object, **kwargs: object) -> object:
         given = params, args, kwargs
         num_layers = 0
 
-        def call(params: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def call(params: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             return fn(params, *args, **kwargs)
 
         def change(equation: Equation, known: Mapping[Var, Dims]) -> list[Equation] | None:
@@ -63,14 +64,14 @@ def recomputed(fn: _F, policy: Callable[..., bool], *, missing: Exception) -> _F
     return cast(_F, run)
 
 
-def num_turns(fn: Callable[..., Any], *args: Any) -> int:
+def num_turns(fn: Callable[..., object], *args: object) -> int:
     """The length of the scan over layers in fn(*args); 0 without one."""
     flat = flatten(jx.trace(fn, *args)[0])
     number = _layers(flat)
     return 0 if number is None else flat.eqns[number].params["length"]
 
 
-def with_turns(fn: Callable[..., _R], args: Sequence[Any], parts: Any, of_turn: Callable[[Any], _Arrays]) -> tuple[_R, _Arrays]:
+def with_turns(fn: Callable[..., _R], args: Sequence[object], parts: _Parts, of_turn: Callable[[_Parts], _Arrays]) -> tuple[_R, _Arrays]:
     """fn(*args), and the results of `of_turn`, which each turn of the scan over layers calls with its own of the parts [turns, ...]."""
     if not parts:
         return fn(*args), []
@@ -93,7 +94,7 @@ def _layers(flat: Flat) -> int | None:
     return max(scans, key=lambda n: scanned(flat.eqns[n]), default=None)
 
 
-def _run(flat: Flat, number: int, leaves: Sequence[Any], parts: Any, of_turn: Callable[[Any], _Arrays]) -> _Arrays:
+def _run(flat: Flat, number: int, leaves: Sequence[jax.Array], parts: _Parts, of_turn: Callable[[_Parts], _Arrays]) -> _Arrays:
     """The results of a program whose scan gets the parts too, and then the results of `of_turn`."""
     scan, (flat_parts, tree) = flat.eqns[number], cast("tuple[_Arrays, Any]", jax.tree.flatten(parts))
     (body,) = jx.subprograms(scan)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -225,7 +224,7 @@ def _split_dim(dims: Dims | None, axis: str) -> int | None:
 
 def _by_type(matmuls: Sequence[Matmul]) -> Iterator[tuple[Matmul, ...]]:
     """Matmuls that read equal rows in one type, and make results of one type: those that can share a ring."""
-    groups: dict[Any, list[Matmul]] = {}
+    groups: dict[tuple[object, ...], list[Matmul]] = {}
     for m in matmuls:
         key = (jx.dtype_of(m.rows), str(m.dot.params["precision"]), m.dot.params["preferred_element_type"], m.sums)
         groups.setdefault(key, []).append(m)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
+from jax.typing import DTypeLike
 
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Var
@@ -27,7 +28,7 @@ class Matmul:
     rows: Var
     weights: Var
     dot: Equation
-    sums: Any
+    sums: DTypeLike
 
     @property
     def result(self) -> Var:
@@ -46,7 +47,7 @@ def matmul_of(equation: Equation) -> Matmul | None:
     return Matmul(equation=equation, rows=rows, weights=weights, dot=dot, sums=sums)
 
 
-def _dot_of(equation: Equation) -> tuple[Equation, Any] | None:
+def _dot_of(equation: Equation) -> tuple[Equation, DTypeLike] | None:
     """The dot_general that an equation is, and the type in which its derivative sums the gradient of the weights."""
     if len(equation.invars) != 2 or len(equation.outvars) != 1:
         return None
@@ -68,7 +69,7 @@ def _dot_of(equation: Equation) -> tuple[Equation, Any] | None:
     return None if sums is None else (proven[0], sums)
 
 
-def _sums_of_derivative(equation: Equation) -> Any:
+def _sums_of_derivative(equation: Equation) -> DTypeLike | None:
     """The type in which the derivative that a function brings along sums the gradient of the weights.
 
     None if that derivative is not made of matmuls alone: one forward, and one for each operand.
@@ -76,7 +77,7 @@ def _sums_of_derivative(equation: Equation) -> Any:
     operands = [a for a in equation.invars if jx.is_var(a)]
     run = jx.program_of(next(iter(jx.subprograms(equation))), operands, [equation], equation.outvars)
 
-    def both(rows: jax.Array, weights: jax.Array, cotangent: jax.Array) -> Any:
+    def both(rows: jax.Array, weights: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         result, pull = cast(Any, jax.vjp(lambda *x: jx.evaluate(run, x)[0], rows, weights))
         return result, pull(cotangent)
 
@@ -100,7 +101,7 @@ def _sums_of_derivative(equation: Equation) -> Any:
     return jx.dtype_of(last.outvars[0])
 
 
-def equations_for(run: Callable[..., Any], equation: Equation, operands: Sequence[Atom], results: Sequence[Var]) -> list[Equation]:
+def equations_for(run: Callable[..., object], equation: Equation, operands: Sequence[Atom], results: Sequence[Var]) -> list[Equation]:
     """The equations of run(*operands), which make these results in the place of an equation, with its signals and its line of the model."""
     with mesh_context(equation):
         traced = jax.make_jaxpr(run)(*[cast(Any, v.aval) for v in operands])

@@ -32,6 +32,7 @@ from typing import Any, Literal, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jgt.program import scopes
 from jgt.program.dims import num_parts, sharding_dims
@@ -69,7 +70,7 @@ class Replicas:
         """fn for each replica: arguments and results are [R, ...]. in_axes, out_axes: jax.vmap's; None for what all replicas share."""
         return jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, axis_name=self.name, spmd_axis_name=self.axes)
 
-    def rows(self, batch: Any) -> Any:
+    def rows(self, batch: _R) -> _R:
         """The rows of each replica, [b, ...] → [R, b / R, ...]. None of them moves to another device."""
         sizes = [self.mesh.shape[axis] for axis in self.batch]
         own = [dim for dim, axis in enumerate(self.batch) if axis in self.axes]
@@ -88,7 +89,7 @@ class Replicas:
         """The sharding of [R, ...], from the sharding of what each replica has."""
         return NamedSharding(sharding.mesh, PartitionSpec(self.axes, *sharding.spec), memory_kind=sharding.memory_kind)
 
-    def add_up(self, x: jax.Array, dtype: Any, place: NamedSharding | None = None) -> jax.Array:
+    def add_up(self, x: jax.Array, dtype: DTypeLike, place: NamedSharding | None = None) -> jax.Array:
         """The sum over replicas, [R, ...] → [...]. dtype: the type in which it travels, and the result's.
 
         place: the sharding of the result. With it, a plan counts the sum as what replicas send, without it as the gradient of a parameter.
@@ -99,7 +100,7 @@ class Replicas:
             # Not by jnp.sum, which would widen bf16 to f32.
             return jax.lax.reduce(x, jnp.zeros((), dtype), jax.lax.add, (0,))
 
-    def exchange(self, tree: Any, shardings: Any, wire: Literal["f32", "bf16", "int8"]) -> Any:
+    def exchange(self, tree: object, shardings: object, wire: Literal["f32", "bf16", "int8"]) -> Any:
         """The sum over replicas of each array of a tree, [R, ...] → [...] in f32, which travels as `wire` says.
 
         shardings: the results', which split all dims evenly.
@@ -142,14 +143,14 @@ class Replicas:
 
     def differentiate_beside_sums(
         self,
-        loss: Callable[[Any, Any, Any], tuple[jax.Array, Any]],
-        params: Any,
-        variables: Any,
-        rows: Any,
-        waiting: Any,
+        loss: Callable[[Any, Any, Any], tuple[jax.Array, object]],
+        params: object,
+        variables: object,
+        rows: object,
+        waiting: object,
         *,
-        gradients: Any,
-        sums: Any,
+        gradients: object,
+        sums: object,
         region: Callable[[], contextlib.AbstractContextManager[object]],
     ) -> tuple[jax.Array, Any, Any]:
         """The values [R] and gradients f32[R, ...] of loss(params, variables, rows of a replica), and the sums f32[...] of what waits.
@@ -168,8 +169,8 @@ class Replicas:
             with region():
                 return cuts.of_turn(parts)
 
-        def differentiated(rows: Any, parts: list[_Arrays]) -> tuple[jax.Array, Any, _Arrays]:
-            def run(params: Any) -> tuple[jax.Array, _Arrays]:
+        def differentiated(rows: object, parts: list[_Arrays]) -> tuple[jax.Array, Any, _Arrays]:
+            def run(params: object) -> tuple[jax.Array, _Arrays]:
                 (value, _), made = with_turns(loss, (params, variables, rows), parts, of_turn)
                 return value, made
 
@@ -182,11 +183,11 @@ class Replicas:
         whole = jax.lax.with_sharding_constraint([joined[n].astype(jnp.float32) for n in range(len(flat))], places)
         return values, made, jax.tree.unflatten(structure, whole)
 
-    def _turns(self, loss: Callable[..., Any], params: Any, variables: Any, rows: Any) -> int:
+    def _turns(self, loss: Callable[..., object], params: object, variables: object, rows: object) -> int:
         """The length of the loss's scan over layers."""
         lengths: list[int] = []
 
-        def probe(rows: Any) -> jax.Array:
+        def probe(rows: object) -> jax.Array:
             lengths.append(num_turns(loss, params, variables, rows))
             return jnp.zeros(())
 
@@ -195,7 +196,7 @@ class Replicas:
         return lengths[0]
 
 
-def block_groups(leaves: Sequence[Any], places: Sequence[NamedSharding]) -> list[list[int]]:
+def block_groups(leaves: Sequence[jax.Array], places: Sequence[NamedSharding]) -> list[list[int]]:
     """The numbers of the arrays [R, ...] that travel in blocks, by the axes that split them; others fill no block on a device."""
     groups: dict[frozenset[str], list[int]] = {}
     for index, (x, place) in enumerate(zip(leaves, places, strict=True)):

@@ -24,14 +24,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, cast
+from typing import cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
+from jax.typing import DTypeLike
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.replacements.device_plan import DevicePlan, SentBytes, run_on_devices
+
+_Residuals = tuple[jax.Array, tuple[jax.Array, ...]]
+"""The rows of a matmul, and the weights of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +50,9 @@ class Ring:
     axis: str
     dim: int
     rows: Dims
-    precision: Any = None
-    result: Any = None
-    sums: Any = None
+    precision: jax.lax.PrecisionLike = None
+    result: DTypeLike | None = None
+    sums: DTypeLike | None = None
 
     def split(self, dim: int) -> Dims:
         """The axes of each dim of an array of rows that the ring's axis splits along one of them."""
@@ -217,13 +221,13 @@ def gather_and_multiply(ring: Ring, mesh: Mesh | AbstractMesh, *, keeps: bool) -
     def forward(rows: jax.Array, *weights: jax.Array) -> list[jax.Array]:
         return run_on_devices(ahead, mesh, rows, *weights)
 
-    def with_residuals(rows: jax.Array, *weights: jax.Array) -> Any:
+    def with_residuals(rows: jax.Array, *weights: jax.Array) -> tuple[list[jax.Array], _Residuals]:
         if not keeps:
             return forward(rows, *weights), (rows, weights)
         *products, whole = run_on_devices(replace(ahead, keeps=True), mesh, rows, *weights)
         return products, (whole, weights)
 
-    def backward(residuals: Any, cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def backward(residuals: _Residuals, cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         rows, weights = residuals
         behind = Scattered(ring=replace(ring, result=rows.dtype), contracted=1, fetches=not keeps)
         by_rows, *fetched = run_on_devices(behind, mesh, *cotangents, *weights, *([] if keeps else [rows]))
@@ -241,10 +245,10 @@ def multiply_and_scatter(ring: Ring, mesh: Mesh | AbstractMesh) -> Callable[...,
     def forward(rows: jax.Array, weights: jax.Array) -> list[jax.Array]:
         return run_on_devices(Scattered(ring=ring, contracted=0, fetches=False), mesh, rows, weights)
 
-    def with_residuals(rows: jax.Array, weights: jax.Array) -> Any:
+    def with_residuals(rows: jax.Array, weights: jax.Array) -> tuple[list[jax.Array], tuple[jax.Array, jax.Array]]:
         return forward(rows, weights), (rows, weights)
 
-    def backward(residuals: Any, cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def backward(residuals: tuple[jax.Array, jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         rows, weights = residuals
         behind = Gathered(ring=replace(ring, result=rows.dtype), contracted=1, keeps=True)
         by_rows, whole = run_on_devices(behind, mesh, cotangents[0], weights)

@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from jgt.program.dims import Dims
 from jgt.program.jaxpr import Var
@@ -45,7 +45,7 @@ class Layout:
     signals: Mapping[Var, tuple[str, ...]]
     by_layer: bool
     is_stored: bool = False
-    sums: Mapping[Var, Any] = field(default_factory=dict[Var, Any])
+    sums: Mapping[Var, DTypeLike] = field(default_factory=dict[Var, DTypeLike])
     held: Mapping[Var, str] = field(default_factory=dict[Var, str])
     replicas: Axes = ()
 

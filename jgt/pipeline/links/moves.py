@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import layout as memory_layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jgt.pipeline.links.layout import Axes, Layout
 from jgt.program import jaxpr as jx
@@ -95,7 +96,7 @@ class Moves(Layout):
         with self._signals_of(var):
             return x if dims is None else self.constrain(x, PartitionSpec(*dims))
 
-    def narrow(self, var: Var, x: jax.Array, dtype: Any) -> jax.Array:
+    def narrow(self, var: Var, x: jax.Array, dtype: DTypeLike) -> jax.Array:
         """A stored value in another type, laid out as it is stored: what becomes whole after this travels in this type."""
         dims = self.dims.get(var)
         with self._signals_of(var):

@@ -62,7 +62,7 @@ def obstacle(q: Any, k: Any, device: Any) -> str:
     return ""
 
 
-def _options(seen: Any, is_causal: bool, scale: float) -> dict[str, Any]:
+def _options(seen: jax.Array | None, is_causal: bool, scale: float) -> dict[str, object]:
     return {
         "scale": scale,
         "seed": 42,
@@ -75,19 +75,19 @@ def _options(seen: Any, is_causal: bool, scale: float) -> dict[str, Any]:
     }
 
 
-def _operands(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any) -> list[jax.Array]:
+def _operands(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array | None) -> list[jax.Array]:
     nothing = jnp.zeros((0,), q.dtype)
     bias = nothing if seen is None else jnp.where(seen[:, None], 0.0, _UNSEEN).astype(q.dtype)
     return [q, k, v, bias, *[nothing] * _NUM_OTHERS]
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, is_causal: bool, scale: float) -> Block:
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array | None, is_causal: bool, scale: float) -> Block:
     run = cudnn._dot_product_attention_fwd_p_wrapper
     out, lse = run.bind(*_operands(q, k, v, seen), is_training=True, **_options(seen, is_causal, scale))
     return Block(out.astype(jnp.float32), lse)
 
 
-def _backward(rows: KeptRows, seen: Any, is_causal: bool, scale: float) -> BlockGradients:
+def _backward(rows: KeptRows, seen: jax.Array | None, is_causal: bool, scale: float) -> BlockGradients:
     q, k, v, out, lse, cotangent = rows
     run = cudnn._dot_product_attention_bwd_p_wrapper
     grads = run.bind(*_operands(q, k, v, seen), lse, out.astype(q.dtype), cotangent, **_options(seen, is_causal, scale))

@@ -13,13 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
 from jgt.replacements.context.blocks import NOTHING, Block, BlockGradients, BlockKernel, KeptRows
 from jgt.replacements.context.proof import Attention
+
+_Number = jax.Array | int
+_Keys = tuple[jax.Array, list[jax.Array]]
+"""The keys and values of a device, stacked, and what else travels with them."""
+_Tree = TypeVar("_Tree")
+_State = TypeVar("_State")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +35,10 @@ class _Pair:
     is_same: whether both are one part. is_past: whether no key comes after a query; False leaves the block out.
     """
 
-    queries: Any
-    keys: Any
+    queries: _Number
+    keys: _Number
     is_same: bool = False
-    is_past: Any = True
+    is_past: jax.Array | bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +77,7 @@ class RowsDevice:
         own = [_Pair(queries=part, keys=part, is_same=True) for part in range(2 if self.is_zigzag else 1)]
         return [*own, *([_Pair(queries=1, keys=0)] if self.is_zigzag else [])]
 
-    def _later(self, step: Any) -> list[_Pair]:
+    def _later(self, step: _Number) -> list[_Pair]:
         """The blocks of the keys of the device that is `step` places back."""
         is_before = step <= jax.lax.axis_index(self.axis)
         if not self.is_zigzag:
@@ -80,7 +86,7 @@ class RowsDevice:
         other = jnp.where(is_before, 0, 1)
         return [_Pair(queries=1, keys=0), _Pair(queries=other, keys=other)]
 
-    def _seen(self, pair: _Pair, step: Any, staying: Sequence[Any], travelling: Sequence[Any]) -> jax.Array | None:
+    def _seen(self, pair: _Pair, step: _Number, staying: Sequence[jax.Array], travelling: Sequence[jax.Array]) -> jax.Array | None:
         """Which keys of a block its queries see, where the kernel does not know it."""
         if self.attention.is_plain:
             return None
@@ -93,37 +99,37 @@ class RowsDevice:
         queries, keys = self._positions(here, pair.queries), self._positions((here - step) % self.num, pair.keys)
         return self.attention.pairs.seen(queries, keys, values)
 
-    def _positions(self, device: Any, part: Any) -> jax.Array:
+    def _positions(self, device: _Number, part: _Number) -> jax.Array:
         """The positions int32[c] of a device's part in the sequence."""
         number = jnp.where(part == 0, device, 2 * self.num - 1 - device) if self.is_zigzag else device
         return number * self.part + jnp.arange(self.part, dtype=jnp.int32)
 
     # -- how keys arrive -------------------------------------------------------------------------------------------
 
-    def _moved(self, tree: Any, places: int = 1) -> Any:
+    def _moved(self, tree: _Tree, places: int = 1) -> _Tree:
         """The arrays of the device so many places back."""
         way = [(i, (i + places) % self.num) for i in range(self.num)]
         return _each(tree, lambda x: jax.lax.ppermute(x, self.axis, way))
 
-    def _arrivals(self, own: Any) -> Any:
+    def _arrivals(self, own: _Tree) -> _Tree:
         """The arrays of all devices [n, ...], in the order of the steps."""
         order = (jax.lax.axis_index(self.axis) - jnp.arange(self.steps + 1)) % self.num
         return _each(own, lambda x: cast(jax.Array, jax.lax.all_gather(x, self.axis))[order])
 
-    def _walked(self, state: Any, own: Any, run: Callable[[Any, Any, Any, list[_Pair]], Any]) -> Any:
+    def _walked(self, state: _State, own: _Tree, run: Callable[[_State, _Number, _Tree, list[_Pair]], _State]) -> _State:
         """The state after all steps: state = run(state, step, arrays of the keys, blocks), beginning with the device's own arrays."""
         if not self.is_ring:
-            arrivals = self._arrivals(own) if self.steps else None
+            arrivals: Any = self._arrivals(own) if self.steps else None
             state = run(state, 0, own, self._first())
 
-            def step(state: Any, arrived: Any) -> tuple[Any, None]:
+            def step(state: _State, arrived: tuple[jax.Array, _Tree]) -> tuple[_State, None]:
                 return run(state, arrived[0], arrived[1], self._later(arrived[0])), None
 
             later = _each(arrivals, lambda x: x[1:])
             return jax.lax.scan(step, state, (jnp.arange(1, self.steps + 1), later))[0] if self.steps else state
         state, keys = run(state, 0, own, self._first()), self._moved(own) if self.steps else own
 
-        def pass_on(carry: Any, step: Any) -> tuple[Any, None]:
+        def pass_on(carry: tuple[_State, _Tree], step: jax.Array) -> tuple[tuple[_State, _Tree], None]:
             state, keys = carry
             # The next keys travel while these are multiplied.
             following = self._moved(keys)
@@ -135,10 +141,10 @@ class RowsDevice:
 
     # -- forward and backward --------------------------------------------------------------------------------------
 
-    def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, staying: Sequence[Any], travelling: Sequence[Any]) -> Block:
+    def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, staying: Sequence[jax.Array], travelling: Sequence[jax.Array]) -> Block:
         """The attention of a device's queries to all keys, [p, ...]."""
 
-        def run(state: Block, step: Any, keys: Any, pairs: list[_Pair]) -> Block:
+        def run(state: Block, step: _Number, keys: _Keys, pairs: list[_Pair]) -> Block:
             (k, v), travelling = keys
             for pair in pairs:
                 seen = self._seen(pair, step, staying, travelling)
@@ -154,11 +160,11 @@ class RowsDevice:
         empty = Block(jnp.zeros(q.shape, jnp.float32), jnp.full((*q.shape[:2], q.shape[3], q.shape[2]), NOTHING))
         return self._walked(empty, (jnp.stack([k, v]), list(travelling)), run)
 
-    def backward(self, rows: KeptRows, staying: Sequence[Any], travelling: Sequence[Any]) -> BlockGradients:
+    def backward(self, rows: KeptRows, staying: Sequence[jax.Array], travelling: Sequence[jax.Array]) -> BlockGradients:
         """The gradients of a device's q, k and v, [p, ...], from rows [p, ...]."""
         q, k, v, *_ = rows
 
-        def gradients(step: Any, keys: Any, pairs: list[_Pair]) -> BlockGradients:
+        def gradients(step: _Number, keys: _Keys, pairs: list[_Pair]) -> BlockGradients:
             (k, v), travelling = keys
             total = BlockGradients(*(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)))
             for pair in pairs:
@@ -175,7 +181,7 @@ class RowsDevice:
         own = (jnp.stack([k, v]), list(travelling))
         if self.is_ring:
 
-            def run(state: Any, step: Any, keys: Any, pairs: list[_Pair]) -> Any:
+            def run(state: Any, step: _Number, keys: _Keys, pairs: list[_Pair]) -> Any:
                 by_q, by_keys = state
                 # The gradients of keys travel while these are multiplied.
                 moved = None if by_keys is None else self._moved(by_keys)
@@ -183,16 +189,17 @@ class RowsDevice:
                 added = jnp.stack(new[1:])
                 return by_q + new.q, added if moved is None else moved + added
 
-            by_q, by_keys = self._walked((jnp.zeros(q.shape, jnp.float32), None), own, run)
+            nothing: Any = (jnp.zeros(q.shape, jnp.float32), None)
+            by_q, by_keys = self._walked(nothing, own, run)
             return BlockGradients(by_q, *(self._moved(by_keys, -self.steps) if self.steps else by_keys))
         return self._gathered(q, own, gradients)
 
-    def _gathered(self, q: jax.Array, own: Any, gradients: Callable[..., BlockGradients]) -> BlockGradients:
+    def _gathered(self, q: jax.Array, own: _Keys, gradients: Callable[..., BlockGradients]) -> BlockGradients:
         first = gradients(0, own, self._first())
         if not self.steps:
             return first
 
-        def step(by_q: jax.Array, arrived: Any) -> tuple[jax.Array, Any]:
+        def step(by_q: jax.Array, arrived: tuple[jax.Array, _Keys]) -> tuple[jax.Array, jax.Array]:
             new = gradients(arrived[0], arrived[1], self._later(arrived[0]))
             return by_q + new.q, jnp.stack(new[1:]).astype(own[0].dtype)
 
@@ -212,13 +219,13 @@ def steps_of(attention: Attention, num: int, part: int, *, is_zigzag: bool) -> i
     return min(num - 1, -(-(attention.window - 1) // part))
 
 
-def _each(tree: Any, fn: Callable[[jax.Array], jax.Array]) -> Any:
+def _each(tree: _Tree, fn: Callable[[jax.Array], jax.Array]) -> _Tree:
     return jax.tree.map(fn, tree)
 
 
-def _at(x: jax.Array, number: Any) -> jax.Array:
+def _at(x: jax.Array, number: _Number) -> jax.Array:
     return x[number] if isinstance(number, int) else cast(jax.Array, jax.lax.dynamic_index_in_dim(x, number, 0, keepdims=False))
 
 
-def _with(x: jax.Array, number: Any, new: jax.Array) -> jax.Array:
+def _with(x: jax.Array, number: _Number, new: jax.Array) -> jax.Array:
     return cast(jax.Array, jax.lax.dynamic_update_index_in_dim(x, new, number, 0))

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ from jgt.replacements.context.blocks import XLA_BLOCKS, Block, KeptRows
 from jgt.replacements.context.device import RowsDevice, steps_of
 from jgt.replacements.context.split import SequenceSplit, exchanged, zigzag
 from jgt.replacements.device_plan import DevicePlan, SentBytes, run_on_devices
+
+_Residuals = tuple[list[jax.Array], tuple[jax.Array, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,11 +234,11 @@ def attend(split: SequenceSplit, mesh: Mesh | AbstractMesh, q: jax.Array, k: jax
     def run(q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> jax.Array:
         return run_on_devices(ContextForward(split=split, keeps=False), mesh, q, k, v, *others)[0]
 
-    def forward(q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> tuple[jax.Array, Any]:
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array, *others: jax.Array) -> tuple[jax.Array, _Residuals]:
         out, lse, *own = run_on_devices(ContextForward(split=split, keeps=True), mesh, q, k, v, *others)
         return out, ([*(own or (q, k, v, out)), lse], others)
 
-    def backward(residuals: Any, cotangent: jax.Array) -> tuple[Any, ...]:
+    def backward(residuals: _Residuals, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
         kept, others = residuals
         pairs = others[:-1] if has_sink else others
         *grads, by_sink = [*run_on_devices(ContextBackward(split=split), mesh, *kept, cotangent, *pairs), *([] if has_sink else [None])]

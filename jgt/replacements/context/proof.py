@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +114,7 @@ class _Region:
         b, s = self.shapes[0][:2]
         return {"batch": min(b, 2), "queries": min(s, _MOST), "keys": min(s, _MOST)}
 
-    def _positions(self, most: int) -> np.ndarray[Any, Any]:
+    def _positions(self, most: int) -> np.ndarray:
         """Positions in order: the first ones, the last ones, and neighbours anywhere."""
         s = self.shapes[0][1]
         if s <= most:
@@ -125,7 +124,7 @@ class _Region:
         # A fixed number of them, and always the last one.
         return np.concatenate([some, np.setdiff1d(np.arange(2 * most), some)[: most - len(some)]]).astype(np.int32)
 
-    def _draw(self, operand: Operand, positions: np.ndarray[Any, Any], seed: int) -> np.ndarray[Any, Any]:
+    def _draw(self, operand: Operand, positions: np.ndarray, seed: int) -> np.ndarray:
         """Random numbers for an operand. Documents begin where integers change, and each token sees itself."""
         rng, labels = np.random.default_rng([seed, len(positions)]), operand.labels
         sizes = {**self.sizes, "queries": len(positions), "keys": len(positions)}
@@ -145,7 +144,7 @@ class _Region:
             )
         return rng.standard_normal(shape).astype(np.float32)
 
-    def _noise(self, seed: int) -> list[np.ndarray[Any, Any]]:
+    def _noise(self, seed: int) -> list[np.ndarray]:
         rng = np.random.default_rng(seed)
         shapes = [(self.sizes["batch"], self.sizes["keys"], *shape[2:]) for shape in self.shapes]
         return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
@@ -167,7 +166,7 @@ class _Region:
         positions, (q, k, v) = self._positions(_MOST), (np.zeros_like(x) for x in self._noise(0))
 
         @jax.jit
-        def both(q: Any, k: Any, v: Any, scale: float, values: list[Any]) -> tuple[jax.Array, jax.Array]:
+        def both(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, values: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
             known = dict(zip(walk.operands, values, strict=True))
             at = jnp.asarray(positions)
             seen = pairs.seen(at, at, [self._of_positions(known[one], one, positions) for one in pairs.operands])
@@ -212,7 +211,7 @@ class _Region:
                 known.add(cudnn.options(equation)[0])
         return [value for a, b in itertools.product(known, known) for value in (a * b, a / b, 1 / (a * b))]
 
-    def _of_positions(self, x: Any, operand: Operand, positions: np.ndarray[Any, Any]) -> Any:
+    def _of_positions(self, x: jax.Array, operand: Operand, positions: np.ndarray) -> jax.Array:
         """The value of an operand as `SeenPairs.seen` takes it: where it has queries and keys, with all keys of the sequence."""
         if not {"queries", "keys"} <= set(operand.labels):
             return jnp.asarray(x)

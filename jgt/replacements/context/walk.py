@@ -23,7 +23,9 @@ from jgt.program.jaxpr import Atom, Equation, Var
 from jgt.program.parts import Flat
 from jgt.replacements.context import cudnn
 from jgt.replacements.context.blocks import XLA_BLOCKS
-from jgt.replacements.context.pairs import Condition, Labels, Operand, Reader, Source, UnreadableError, labels_of
+from jgt.replacements.context.pairs import Condition, DimLabel, Labels, Operand, Reader, Source, UnreadableError, labels_of
+
+_Labelled = tuple[jax.Array, Labels]
 
 
 @dataclass
@@ -46,21 +48,21 @@ class AttentionWalk:
         """Where values come from."""
         return Source.of(self.flat)
 
-    def run(self, q: Any, k: Any, v: Any, positions: Any, read: Callable[[Operand], Any]) -> jax.Array:
+    def run(self, q: jax.Array, k: jax.Array, v: jax.Array, positions: Any, read: Callable[[Operand], jax.Array]) -> jax.Array:
         """The heads [b, positions, n, h] of q, k and v [b, positions, heads, h]."""
         reader = Reader(self.source, positions, positions, read)
         rows: list[Labels] = [("batch", "queries", None, None), ("batch", "keys", None, None), ("batch", "keys", None, None)]
-        self._known: dict[Var, tuple[Any, Labels]] = dict(zip(self.flat.invars[:3], zip((q, k, v), rows, strict=True), strict=True))
+        self._known: dict[Var, _Labelled] = dict(zip(self.flat.invars[:3], zip((q, k, v), rows, strict=True), strict=True))
         for equation in self.flat.eqns:
             if any(jx.is_var(a) and a in self._known for a in equation.invars):
                 self._run(equation, reader)
-        out, labels = self._known.get(cast(Var, self.flat.outvars[0]), (None, ()))
-        if labels != rows[0]:
+        result = self._known.get(cast(Var, self.flat.outvars[0]))
+        if result is None or result[1] != rows[0]:
             raise UnreadableError("its result is not [b, s, heads, size], one row for each query")
-        return out
+        return result[0]
 
     def _run(self, equation: Equation, reader: Reader) -> None:
-        name, params = equation.primitive.name, equation.params
+        name = equation.primitive.name
         known = [self._known.get(a) if jx.is_var(a) else None for a in equation.invars]
         if cudnn.is_attention(equation):
             result = self._fused(equation, reader)
@@ -70,26 +72,26 @@ class AttentionWalk:
             operands = [self._with(one, a, reader) for one, a in zip(known, equation.invars, strict=True)]
             result = self._dot(equation, *operands)
         elif name == "concatenate" and _adds_one_score(equation, known):
-            x, labels = cast("tuple[Any, Labels]", known[0])
+            x, labels = cast("_Labelled", known[0])
             result = self._with_sink(equation, x, labels, reader)
         elif name == "slice" and self.sink is not None and known[0] is not None and "keys" in known[0][1]:
             result = self._without_sink(equation, *known[0])
         else:
             if name not in _RULES or known[0] is None:
                 raise UnreadableError(f"{name} ({jx.line_of(equation) or 'in a library'}) is not an operation of attention that jgt knows")
-            result = _RULES[name](equation, params, *known[0])
+            result = _RULES[name](equation, *known[0])
         self._known[equation.outvars[0]] = result
 
-    def _with(self, one: tuple[Any, Labels] | None, atom: Atom, reader: Reader) -> tuple[Any, Labels]:
+    def _with(self, one: _Labelled | None, atom: Atom, reader: Reader) -> _Labelled:
         labels: Labels = (None,) * len(jx.shape_of(atom))
         return one or (_wide(reader.value(atom, labels)), labels)
 
-    def _elementwise(self, equation: Equation, known: Sequence[tuple[Any, Labels] | None], reader: Reader) -> tuple[Any, Labels]:
+    def _elementwise(self, equation: Equation, known: Sequence[_Labelled | None], reader: Reader) -> _Labelled:
         shape = jx.shape_of(equation.outvars[0])
         rows = [one for one in known if one is not None and jx.shape_of(equation.outvars[0]) and len(one[1]) == len(shape)]
         labels: Labels = tuple(next((label for label in dim if label), None) for dim in zip(*(one[1] for one in rows), strict=True))
         full = np.broadcast_shapes(*(one[0].shape for one in rows))
-        operands: list[Any] = []
+        operands: list[jax.Array] = []
         for number, (one, atom) in enumerate(zip(known, equation.invars, strict=True)):
             is_scalar = not jx.shape_of(atom)
             own = labels_of(atom, labels)
@@ -101,7 +103,7 @@ class AttentionWalk:
             return _wide(operands[0].astype(jnp.float32)), labels
         return jx.result_of(equation, *operands), labels
 
-    def _note(self, equation: Equation, number: int, condition: Condition, x: Any, known: Sequence[Any]) -> None:
+    def _note(self, equation: Equation, number: int, condition: Condition, x: jax.Array, known: Sequence[_Labelled | None]) -> None:
         """Adds a condition, if an operand that q, k and v have no part in is one."""
         if equation.primitive.name == "select_n" and number == 0 and x.dtype == bool:
             self.conditions[Condition(condition.atom, condition.labels, is_not=known[1] is not None)] = None
@@ -110,7 +112,7 @@ class AttentionWalk:
         ):
             self.conditions[condition] = None
 
-    def _dot(self, equation: Equation, left: tuple[Any, Labels], right: tuple[Any, Labels]) -> tuple[Any, Labels]:
+    def _dot(self, equation: Equation, left: _Labelled, right: _Labelled) -> _Labelled:
         (of_left, of_right), (batch_left, batch_right) = equation.params["dimension_numbers"]
         pairs = [*zip(of_left, of_right, strict=True), *zip(batch_left, batch_right, strict=True)]
         if any(left[1][a] != right[1][b] for a, b in pairs) or any(left[1][a] == "queries" for a in of_left):
@@ -121,11 +123,11 @@ class AttentionWalk:
         result = jx.result_of(equation, left[0], right[0], preferred_element_type=jnp.dtype(jnp.float32))
         return result, tuple(labels)
 
-    def _with_sink(self, equation: Equation, x: Any, labels: Labels, reader: Reader) -> tuple[Any, Labels]:
+    def _with_sink(self, equation: Equation, x: jax.Array, labels: Labels, reader: Reader) -> _Labelled:
         """Scores with those of the sink behind them."""
         dim = equation.params["dimension"]
 
-        def read(operand: Operand) -> Any:
+        def read(operand: Operand) -> jax.Array:
             self.sink = operand
             return reader.read(operand)
 
@@ -135,14 +137,14 @@ class AttentionWalk:
             raise UnreadableError("its sink is not one number for each head")
         return jnp.concatenate([x, jnp.broadcast_to(column, [*x.shape[:dim], 1, *x.shape[dim + 1 :]])], dim), labels
 
-    def _without_sink(self, equation: Equation, x: Any, labels: Labels) -> tuple[Any, Labels]:
+    def _without_sink(self, equation: Equation, x: jax.Array, labels: Labels) -> _Labelled:
         dim, (old, new) = labels.index("keys"), map(jx.shape_of, (equation.invars[0], equation.outvars[0]))
         expected = [*old[:dim], jx.shape_of(self.flat.invars[1])[1], *old[dim + 1 :]]
         if [*new] != expected or any(equation.params["start_indices"]):
             raise UnreadableError(f"the slice at {jx.line_of(equation) or 'a line of a library'} is not that of a sink")
         return jax.lax.slice_in_dim(x, 0, x.shape[dim] - 1, axis=dim), labels
 
-    def _fused(self, equation: Equation, reader: Reader) -> tuple[Any, Labels]:
+    def _fused(self, equation: Equation, reader: Reader) -> _Labelled:
         scale, is_causal, window = cudnn.options(equation)
         q, k, v = (self._known[cast(Var, a)] for a in equation.invars[:3])
         self.is_fused, self.fused_mask, seen = True, (is_causal, window), None
@@ -161,7 +163,7 @@ class AttentionWalk:
         return XLA_BLOCKS.forward(q[0], k[0], v[0], seen, False, scale).out, q[1]
 
 
-def _adds_one_score(equation: Equation, known: Sequence[tuple[Any, Labels] | None]) -> bool:
+def _adds_one_score(equation: Equation, known: Sequence[_Labelled | None]) -> bool:
     """Whether a concatenation adds to the scores of the keys one that does not follow from q, k or v."""
     dim, first = equation.params["dimension"], known[0]
     return (
@@ -169,20 +171,20 @@ def _adds_one_score(equation: Equation, known: Sequence[tuple[Any, Labels] | Non
     )
 
 
-def _wide(x: Any) -> Any:
+def _wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _broadcast(equation: Equation, params: Any, x: Any, labels: Labels) -> tuple[Any, Labels]:
-    dims = params["broadcast_dimensions"]
-    new: Labels = tuple(labels[dims.index(n)] if n in dims else None for n in range(len(params["shape"])))
-    shape = [x.shape[dims.index(n)] if new[n] else size for n, size in enumerate(params["shape"])]
+def _broadcast(equation: Equation, x: jax.Array, labels: Labels) -> _Labelled:
+    dims, sizes = equation.params["broadcast_dimensions"], equation.params["shape"]
+    new: Labels = tuple(labels[dims.index(n)] if n in dims else None for n in range(len(sizes)))
+    shape = [x.shape[dims.index(n)] if new[n] else size for n, size in enumerate(sizes)]
     return jax.lax.broadcast_in_dim(x, shape, dims), new
 
 
-def _reshape(equation: Equation, params: Any, x: Any, labels: Labels) -> tuple[Any, Labels]:
+def _reshape(equation: Equation, x: jax.Array, labels: Labels) -> _Labelled:
     inner, outer = jx.shape_of(equation.invars[0]), jx.shape_of(equation.outvars[0])
-    new: list[Any] = [None] * len(outer)
+    new: list[DimLabel] = [None] * len(outer)
     for dim, label in enumerate(labels):
         before = math.prod(inner[:dim])
         at = [n for n, size in enumerate(outer) if size == inner[dim] and math.prod(outer[:n]) == before]
@@ -193,20 +195,20 @@ def _reshape(equation: Equation, params: Any, x: Any, labels: Labels) -> tuple[A
     return x.reshape([x.shape[labels.index(label)] if label else size for size, label in zip(outer, new, strict=True)]), tuple(new)
 
 
-def _transposed(equation: Equation, params: Any, x: Any, labels: Labels) -> tuple[Any, Labels]:
-    order = params["permutation"]
+def _transposed(equation: Equation, x: jax.Array, labels: Labels) -> _Labelled:
+    order = equation.params["permutation"]
     return jnp.transpose(x, order), tuple(labels[n] for n in order)
 
 
-def _reduced(equation: Equation, params: Any, x: Any, labels: Labels) -> tuple[Any, Labels]:
-    return jx.result_of(equation, x), tuple(label for n, label in enumerate(labels) if n not in params["axes"])
+def _reduced(equation: Equation, x: jax.Array, labels: Labels) -> _Labelled:
+    return jx.result_of(equation, x), tuple(label for n, label in enumerate(labels) if n not in equation.params["axes"])
 
 
-def _squeezed(equation: Equation, params: Any, x: Any, labels: Labels) -> tuple[Any, Labels]:
-    return jx.result_of(equation, x), tuple(label for n, label in enumerate(labels) if n not in params["dimensions"])
+def _squeezed(equation: Equation, x: jax.Array, labels: Labels) -> _Labelled:
+    return jx.result_of(equation, x), tuple(label for n, label in enumerate(labels) if n not in equation.params["dimensions"])
 
 
-_RULES: dict[str, Callable[..., tuple[Any, Labels]]] = {
+_RULES: dict[str, Callable[..., _Labelled]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "transpose": _transposed,

@@ -78,7 +78,7 @@ class ExpertCall(DevicePlan):
         return [()] * num_operands, [()]
 
 
-def experts(fn: ExpertFn, weights: Any, x: jax.Array, choice: jax.Array, scale: jax.Array) -> jax.Array:
+def experts(fn: ExpertFn, weights: object, x: jax.Array, choice: jax.Array, scale: jax.Array) -> jax.Array:
     """Each row of x [..., d] through the experts chosen for it, times scale, added up: [..., d'].
 
     fn(rows [n, d], sizes [experts], weights) → [n, d'] runs rows that are sorted by expert. It maps each row on its own and closes over no
@@ -171,7 +171,7 @@ def rows_at(x: jax.Array, numbers: jax.Array, places: jax.Array, num_choices: in
     return cast(jax.Array, take(x, numbers, places))
 
 
-def weighted_sum(results: jax.Array, scale: Any) -> jax.Array:
+def weighted_sum(results: jax.Array, scale: jax.Array) -> jax.Array:
     """The sum of results [n, k, d], times scale [n, k], in their type."""
     total = jnp.einsum("nkd,nk->nd", results, scale.astype(results.dtype), preferred_element_type=jnp.float32)
     return total.astype(results.dtype)

@@ -30,13 +30,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import ClassVar, cast
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jgt.replacements.experts.call import ExpertCall, counts_of, inverse, sorted_by_expert
 
+_Number = jax.Array | int
 _TILE = 8
 """A capacity is a multiple of this, so that matmuls have whole tiles."""
 
@@ -67,7 +69,7 @@ class LocalRows:
         order, place, sizes = sorted_by_expert(choice, num_experts)
         return cls(num_choices=choice.shape[-1], order=order, place=place, sizes=sizes)
 
-    def start(self, number: Any) -> LocalRows:
+    def start(self, number: _Number) -> LocalRows:
         """The only round."""
         return self
 
@@ -132,7 +134,7 @@ class AllToAll:
         """The largest number of rounds that there can be."""
         return 1 if self.drops else -(-self.order.size // self.capacity)
 
-    def start(self, number: Any) -> AllToAllRound:
+    def start(self, number: _Number) -> AllToAllRound:
         """The round with this number."""
         capacity, (n, num_local) = self.capacity, self.received.shape
         # The window of each source's rows that this round has, in their order by expert.
@@ -159,7 +161,7 @@ class AllToAllRound:
     """
 
     rows: AllToAll
-    number: Any
+    number: _Number
     sizes: jax.Array
     grouped: jax.Array
     sources: jax.Array
@@ -199,9 +201,9 @@ Dispatch = AllToAll | LocalRows
 
 def run_forward(call: ExpertCall, dispatch: Dispatch, leaves: Sequence[jax.Array], x: jax.Array, scale: jax.Array) -> jax.Array:
     """The results [T, d'] of tokens [T, d] with scales [T, k]."""
-    types: list[Any] = []
+    types: list[DTypeLike] = []
 
-    def round_(number: Any) -> list[jax.Array]:
+    def round_(number: _Number) -> list[jax.Array]:
         one = dispatch.start(number)
         back = one.to_tokens(call.run(leaves, one.to_experts(x), one.sizes))
         types.append(back.dtype)
@@ -217,7 +219,7 @@ def run_backward(
     """The gradients of the weights, of the tokens and of the scales, from the cotangent [T, d'] of the results."""
     types = x.dtype, scale.dtype
 
-    def round_(number: Any) -> list[jax.Array]:
+    def round_(number: _Number) -> list[jax.Array]:
         one = dispatch.start(number)
 
         def run(rows: jax.Array, *leaves: jax.Array) -> jax.Array:
@@ -242,19 +244,19 @@ def _pulled(
     return by_scales, (by_rows, *map(with_zeros, by_weights, leaves))
 
 
-def with_zeros(gradient: Any, x: jax.Array) -> jax.Array:
+def with_zeros(gradient: jax.Array, x: jax.Array) -> jax.Array:
     """The gradient of an array; zeros for integers, such as packed weights, which have none."""
     return jnp.zeros_like(x) if gradient.dtype == jax.dtypes.float0 else gradient
 
 
-def _sum_of_rounds(dispatch: Dispatch, round_: Callable[[Any], list[jax.Array]]) -> list[jax.Array]:
+def _sum_of_rounds(dispatch: Dispatch, round_: Callable[[_Number], list[jax.Array]]) -> list[jax.Array]:
     # The first round is outside of the loop: with a balanced router it is the only one, and there XLA overlaps its sends with other work.
     first = round_(0)
     if dispatch.max_rounds == 1:
         return first
     rounds = dispatch.rounds
 
-    def more(state: tuple[Any, list[jax.Array]]) -> tuple[Any, list[jax.Array]]:
+    def more(state: tuple[jax.Array, list[jax.Array]]) -> tuple[jax.Array, list[jax.Array]]:
         number, sums = state
         return number + 1, [total + new for total, new in zip(sums, round_(number), strict=True)]
 

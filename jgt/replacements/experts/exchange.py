@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -218,7 +218,7 @@ def run_on(call: ExpertCall, exchange: Exchange, mesh: Mesh | AbstractMesh | Non
     def forward(*operands: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         return run_on_devices(ahead, mesh, *operands)[0], operands
 
-    def backward(operands: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[Any, ...]:
+    def backward(operands: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
         *by_weights, by_x, by_scale = run_on_devices(behind, mesh, *operands, cotangent)
         is_real = [jnp.issubdtype(x.dtype, jnp.inexact) for x in operands]
         sums = (sum_of_parts(parts, len(exchange.parts)) if real else None for parts, real in zip(by_weights, is_real, strict=False))

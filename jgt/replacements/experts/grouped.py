@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
+from jax.typing import DTypeLike
 
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
@@ -87,7 +88,7 @@ _OUTER = ((0,), (0,), (0,), (), (), ())
 class _ByRows(Protocol):
     """Each row by its group's matrix, or by the transposed one: [n, m] → [n, k]."""
 
-    def __call__(self, rows: jax.Array, sizes: jax.Array, weights: jax.Array, dtype: Any, *, is_transposed: bool) -> jax.Array: ...
+    def __call__(self, rows: jax.Array, sizes: jax.Array, weights: jax.Array, dtype: DTypeLike, *, is_transposed: bool) -> jax.Array: ...
 
 
 def _differentiable(by_rows: _ByRows, outer: Callable[..., jax.Array]) -> _Matmul:
@@ -122,7 +123,7 @@ def block_rows(num_rows: int, num_groups: int) -> int:
     return min(max(32, min(1 << max(eighth.bit_length() - 1, 0), 512)), num_rows)
 
 
-def _by_blocks(rows: jax.Array, sizes: jax.Array, weights: jax.Array, dtype: Any, *, is_transposed: bool) -> jax.Array:
+def _by_blocks(rows: jax.Array, sizes: jax.Array, weights: jax.Array, dtype: DTypeLike, *, is_transposed: bool) -> jax.Array:
     """See `_ByRows`. dtype: the type of the results, to which both sides are cast."""
     b = block_rows(rows.shape[0], sizes.shape[0])
     contracted, width = (2, weights.shape[1]) if is_transposed else (1, weights.shape[2])
@@ -139,7 +140,7 @@ def _by_blocks(rows: jax.Array, sizes: jax.Array, weights: jax.Array, dtype: Any
     return _over_blocks(step, jnp.zeros((rows.shape[0], width), dtype), sizes, rows.shape[0], b)
 
 
-def _outer_by_blocks(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
+def _outer_by_blocks(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The rows of each group, transposed, by their cotangents: [n, k], [n, m] → [e, k, m]. Sums are f32 before they get this type."""
     b = block_rows(rows.shape[0], sizes.shape[0])
 
@@ -201,13 +202,13 @@ _TILES = {"block_m": _TILE, "block_n": _TILE, "block_k": 64, "max_concurrent_ste
 
 # JAX lowers a kernel again for each trace of it, which takes a quarter of a second. An inlined jit traces it once for its shapes.
 @partial(jax.jit, static_argnames=("dtype", "is_transposed"), inline=True)
-def _mosaic_rows(rows: jax.Array, sizes: jax.Array, weights: jax.Array, dtype: Any, *, is_transposed: bool) -> jax.Array:
+def _mosaic_rows(rows: jax.Array, sizes: jax.Array, weights: jax.Array, dtype: DTypeLike, *, is_transposed: bool) -> jax.Array:
     made = _jax_kernels("ragged_dot_mgpu").ragged_dot(rows, weights, group_sizes=sizes, transpose_rhs=is_transposed, **_TILES)
     return made.astype(dtype)
 
 
 @partial(jax.jit, static_argnames="dtype", inline=True)
-def _mosaic_outer(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array, dtype: Any) -> jax.Array:
+def _mosaic_outer(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array, dtype: DTypeLike) -> jax.Array:
     # The kernel reads whole tiles, and multiplies rows of one side by 0 that are not in the group.
     in_group = (jnp.arange(rows.shape[0]) < jnp.sum(sizes))[:, None]
     x, c = jnp.where(in_group, rows, 0), jnp.where(in_group, cotangent, 0)
@@ -217,7 +218,7 @@ def _mosaic_outer(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array, dtype
 by_mosaic = _differentiable(_mosaic_rows, _mosaic_outer)
 
 
-def _jax_kernels(name: str) -> Any:
+def _jax_kernels(name: str) -> types.ModuleType:
     # Imported when they are used: it takes most of a second, and machines without a GPU never need them.
     return importlib.import_module(f"jax.experimental.pallas.ops.gpu.{name}")
 

@@ -94,9 +94,9 @@ def _try(call: ExpertCall, equation: Equation) -> bool:
         few = [jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
         sized = _Sized.of(call, few, jax.ShapeDtypeStruct((_NUM_ROWS, x.shape[-1]), x.dtype)).narrow(call)
         weights, rows = [_noise(leaf) for leaf in sized.leaves], _noise(sized.rows)
-        function = cast("Callable[[Sequence[Any]], list[jax.Array]]", jax.jit(partial(jx.evaluate, sized.program)))
+        function = cast("Callable[[Sequence[np.ndarray]], list[jax.Array]]", jax.jit(partial(jx.evaluate, sized.program)))
 
-        def run(numbers: Sequence[Sequence[int]], factor: int, weights: Sequence[Any] = weights) -> tuple[np.ndarray[Any, Any], list[int]]:
+        def run(numbers: Sequence[Sequence[int]], factor: int, weights: Sequence[np.ndarray] = weights) -> tuple[np.ndarray, list[int]]:
             sizes, own = [len(of) for of in numbers[:count]], [number for of in numbers[:count] for number in of]
             order = [*own, *(number for number in range(_NUM_ROWS) if number not in own)]
             given = rows[order]
