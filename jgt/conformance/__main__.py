@@ -7,7 +7,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from jgt.command.console import Console
 from jgt.command.parser import CommandParser
@@ -83,7 +82,7 @@ def _drawn(search: Search) -> Counts:
     return Counts(search.counts["chain"] + search.counts["single"])
 
 
-def _report(search: Search, classes: Sequence[WrongClass], counts: Counts) -> dict[str, Any]:
+def _report(search: Search, classes: Sequence[WrongClass], counts: Counts) -> dict[str, object]:
     drawn = _drawn(search)
     return {
         **versions(),

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
+from typing import IO, Any
 
 _PATIENCE = 240
 """Seconds that an answer may take."""
@@ -33,7 +33,7 @@ def fast_flags() -> str:
 class Crash:
     """A worker that ended. trying: the program that it was compiling. reason: the last line that says why."""
 
-    trying: Mapping[str, Any]
+    trying: Mapping[str, object]
     reason: str
 
 
@@ -43,7 +43,7 @@ class Asker:
     knowledge: what each new worker is told before its first job.
     """
 
-    def __init__(self, knowledge: Callable[[], Mapping[str, Any] | None] = lambda: None, *, through_jgt: bool = False):
+    def __init__(self, knowledge: Callable[[], Mapping[str, object] | None] = lambda: None, *, through_jgt: bool = False):
         self._command = [sys.executable, "-W", "ignore", "-m", "jgt.conformance.worker", *(["--jgt"] if through_jgt else [])]
         self._knowledge = knowledge
         self._process: subprocess.Popen[str] | None = None
@@ -60,13 +60,13 @@ class Asker:
         if self._process is not None and known is not None:
             self.ask({"do": "know", **known})
 
-    def ask(self, job: Mapping[str, Any]) -> dict[str, Any] | Crash:
+    def ask(self, job: Mapping[str, object]) -> dict[str, Any] | Crash:
         """The answer to a job, or how the worker ended."""
         if self._process is None or self._jobs >= _JOBS:
             self.close()
             self._start()
         self._jobs += 1
-        trying: Mapping[str, Any] = {}
+        trying: Mapping[str, object] = {}
         assert self._process is not None and self._process.stdin is not None
         try:
             print(json.dumps(job), file=self._process.stdin, flush=True)
@@ -115,7 +115,7 @@ class Asker:
         return reason or f"exit code {code}: {told[-300:]}"
 
 
-def _read(pipe: Any, lines: queue.Queue[str | None]) -> None:
+def _read(pipe: IO[str], lines: queue.Queue[str | None]) -> None:
     with pipe:
         for line in pipe:
             lines.put(line)

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from jgt.conformance.program import DrawnProgram
 
@@ -62,10 +61,10 @@ class WrongClass:
         where = "compiled for one device" if self.one_device else "1 mesh axis" if axes == 1 else f"{axes} mesh axes"
         return f"{', then '.join(self.program.forms)}: {self.what}{' with NaN or infinity' if self.special else ''}, {where}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """A JSON object."""
         known = {"name": self.name, "count": self.count, "error": self.error, "layouts": self.layouts}
-        return known | {"example": self.example, "through_jgt": self.through_jgt}
+        return {**known, "example": self.example, "through_jgt": self.through_jgt}
 
 
 class Classes:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from types import CodeType
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgt.conformance.program import AXES, HELPERS, INEXACT, DrawnProgram
 
-Constrain = Callable[[str, Any], Any]
+Constrain = Callable[[str, jax.Array], jax.Array]
 """Lays out the value of a name."""
+_Evaluate = Callable[[DrawnProgram, Mapping[str, jax.Array], Constrain], dict[str, jax.Array]]
+"""See `values_of`."""
 _SLACK = {"float32": 1e-3, "bfloat16": 3e-2}
 """The share of the largest number by which an array may differ, whatever it is computed from."""
 _NOISE = {"float32": 2e-6, "bfloat16": 2.0**-7}
@@ -34,8 +36,14 @@ _EXACT = {"float32": 2.0**15, "bfloat16": 2.0**4}
 """Sums and products of eighths up to here are exact."""
 
 
-def _names() -> dict[str, Any]:
-    names = {"jax": jax, "jnp": jnp, "lax": lax, "np": np, "r": lambda seed, *shape: np.random.RandomState(seed).randn(*shape)}
+def _names() -> dict[str, object]:
+    names: dict[str, object] = {
+        "jax": jax,
+        "jnp": jnp,
+        "lax": lax,
+        "np": np,
+        "r": lambda seed, *shape: np.random.RandomState(seed).randn(*shape),
+    }
     for text in HELPERS.values():
         exec(text, names)
     return names
@@ -46,11 +54,11 @@ NAMES = _names()
 
 
 @functools.lru_cache(maxsize=10_000)
-def _compiled(code: str) -> Any:
+def _compiled(code: str) -> CodeType:
     return compile(code, code, "eval")
 
 
-def as_is(name: str, value: Any) -> Any:
+def as_is(name: str, value: jax.Array) -> jax.Array:
     """Lays out nothing."""
     return value
 
@@ -60,7 +68,7 @@ def on_mesh(program: DrawnProgram) -> Constrain:
     devices = np.array(jax.devices()[: program.num_devices]).reshape(program.mesh)
     mesh = Mesh(devices, tuple(AXES[: len(program.mesh)]))
 
-    def place(name: str, value: Any) -> Any:
+    def place(name: str, value: jax.Array) -> jax.Array:
         spec = program.specs.get(name)
         if spec is None:
             return value
@@ -69,7 +77,7 @@ def on_mesh(program: DrawnProgram) -> Constrain:
     return place
 
 
-def values_of(program: DrawnProgram, arguments: Mapping[str, Any], place: Constrain) -> dict[str, Any]:
+def values_of(program: DrawnProgram, arguments: Mapping[str, jax.Array], place: Constrain) -> dict[str, jax.Array]:
     """Every value of the program."""
     values = {value.name: place(value.name, arguments[value.name]) for value in program.inputs}
     for step in program.steps:
@@ -77,10 +85,12 @@ def values_of(program: DrawnProgram, arguments: Mapping[str, Any], place: Constr
     return values
 
 
-def outcome_of(program: DrawnProgram, arguments: Mapping[str, Any], place: Constrain, evaluate: Any = values_of) -> dict[str, Any]:
+def outcome_of(
+    program: DrawnProgram, arguments: Mapping[str, jax.Array], place: Constrain, evaluate: _Evaluate = values_of
+) -> dict[str, jax.Array]:
     """The outputs, and the gradients by the arguments that have one: `value v1`, `gradient x0`."""
 
-    def outputs(moved: Mapping[str, Any]) -> dict[str, Any]:
+    def outputs(moved: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         values = evaluate(program, {**arguments, **moved}, place)
         return {name: values[name] for name in program.outputs}
 
@@ -119,7 +129,7 @@ class Judge:
         self._type = "bfloat16" if any(value.dtype == "bfloat16" for value in program.values.values()) else "float32"
 
     @functools.cached_property
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, jax.Array]:
         """The arguments by name."""
         program = self._program
         return {value.name: eval(_compiled(program.numbers(value, self._draw)), NAMES) for value in program.arguments}
@@ -129,7 +139,7 @@ class Judge:
         """The results, computed operation by operation."""
         return self._evaluated(self.arguments)
 
-    def differences(self, found: Mapping[str, Any]) -> list[WrongArray]:
+    def differences(self, found: Mapping[str, jax.Array]) -> list[WrongArray]:
         """The arrays that differ by more than rounding explains."""
         suspects = {what: np.asarray(value).astype("f8") for what, value in found.items()}
         suspects = {what: got for what, got in suspects.items() if self._error(what, got, np.zeros(got.shape)) > 0}
@@ -140,7 +150,7 @@ class Judge:
     def _has_special(self) -> bool:
         return not all(np.isfinite(np.asarray(value).astype("f8")).all() for value in self.arguments.values())
 
-    def _evaluated(self, arguments: Mapping[str, Any], place: Constrain = as_is) -> dict[str, np.ndarray]:
+    def _evaluated(self, arguments: Mapping[str, jax.Array], place: Constrain = as_is) -> dict[str, np.ndarray]:
         with jax.disable_jit():
             results = outcome_of(self._program, {name: place(name, value) for name, value in arguments.items()}, place)
         return {what: np.asarray(value).astype("f8") for what, value in results.items()}
@@ -173,7 +183,7 @@ class Judge:
     def _is_finite(self) -> bool:
         return not self._has_special and all(np.isfinite(value).all() for value in self.expected.values())
 
-    def _with_noise(self, rng: np.random.RandomState, value: Any) -> Any:
+    def _with_noise(self, rng: np.random.RandomState, value: jax.Array) -> jax.Array:
         if str(value.dtype) not in INEXACT:
             return value
         signs = rng.choice((-1.0, 1.0), size=value.shape)
@@ -204,7 +214,7 @@ class Judge:
         return np.inf if self._has_special else difference / scale
 
 
-def _with_zeros(sign: int, name: str, value: Any) -> Any:
+def _with_zeros(sign: int, name: str, value: jax.Array) -> jax.Array:
     """A value whose zeros have one sign."""
     return (sign * value + 0) * sign if str(value.dtype) in INEXACT else value
 
@@ -215,7 +225,7 @@ class _Finite:
     def __init__(self, seed: int):
         self._rng = np.random.RandomState(seed)
 
-    def __call__(self, name: str, value: Any) -> Any:
+    def __call__(self, name: str, value: jax.Array) -> jax.Array:
         if str(value.dtype) not in INEXACT:
             return value
         numbers = self._rng.uniform(500, 1e3, size=value.shape)

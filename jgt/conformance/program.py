@@ -162,7 +162,7 @@ class DrawnProgram:
 
         return ", ".join(f"{name} [{', '.join(map(dim, self.specs[name]))}]" for name in self.values if name in self.specs)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """A JSON object."""
         return asdict(self)
 

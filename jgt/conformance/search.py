@@ -45,7 +45,7 @@ class Search:
         self.counts = {"chain": Counts(), "single": Counts()}
         self.crashes: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
-        self.drawn: list[list[Mapping[str, Any]]] = []
+        self.drawn: list[list[Mapping[str, object]]] = []
         self.unconfirmed = 0
 
     @property
@@ -153,7 +153,7 @@ class Search:
         return is_wrong(done.stdout)
 
 
-def run_through_jgt(drawn: Sequence[Sequence[Mapping[str, Any]]], is_over: Callable[[], bool]) -> tuple[Counts, list[str]]:
+def run_through_jgt(drawn: Sequence[Sequence[Mapping[str, object]]], is_over: Callable[[], bool]) -> tuple[Counts, list[str]]:
     """The outcomes of programs through `jgt.shard`, and for each that was run, a word about the last of its layouts."""
     asker, counts, outcomes = Asker(through_jgt=True), Counts(), list[str]()
     try:

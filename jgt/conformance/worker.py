@@ -31,12 +31,14 @@ from jgt.signal import context, tensor
 LAYOUTS = 3
 """The layouts of a chain, each compiled alone."""
 _Answer = dict[str, Any]
+_Run = Callable[[Sequence[Mapping[str, jax.Array]]], Sequence[Mapping[str, jax.Array]]]
+"""From the arguments of each program to its results."""
 
 
 class Worker:
     """Answers jobs. run: makes a function of the arguments of several programs from these. say: gets what comes before an answer."""
 
-    def __init__(self, run: Callable[[Sequence[DrawnProgram]], Callable[..., Any]], say: Callable[[_Answer], None]):
+    def __init__(self, run: Callable[[Sequence[DrawnProgram]], _Run], say: Callable[[_Answer], None]):
         self._run, self._say = run, say
         self._met: Counter[str] = Counter()
         self._muted: Mapping[tuple[str, ...], int] = {}
@@ -120,7 +122,7 @@ class Worker:
         return bool({difference.what for difference in alone} & {difference["what"] for difference in wrong})
 
 
-def _nothing(**more: Any) -> _Answer:
+def _nothing(**more: object) -> _Answer:
     return {"programs": 0, "right": 0, "changed": 0, "wrong": [], "refused": [], "cells": [], "drawn": []} | more
 
 
@@ -129,18 +131,18 @@ def _sum(answers: Sequence[_Answer]) -> _Answer:
     return {key: sum((answer[key] for answer in answers), value) for key, value in total.items()}
 
 
-def plainly(programs: Sequence[DrawnProgram]) -> Callable[..., Any]:
+def plainly(programs: Sequence[DrawnProgram]) -> _Run:
     """The programs as a user's own constraints lay them out."""
     places = [on_mesh(program) for program in programs]
     return jax.jit(lambda arguments: [outcome_of(*each) for each in zip(programs, arguments, places, strict=True)])
 
 
-def through_jgt(programs: Sequence[DrawnProgram]) -> Callable[..., Any]:
+def through_jgt(programs: Sequence[DrawnProgram]) -> _Run:
     """The programs as `jgt.shard` lays them out by rules. Its `changed` is the number of operations that jgt gave another layout."""
     evaluated = [_sharded(program) for program in programs]
     jitted = jax.jit(lambda arguments: [outcome_of(p, a, as_is, e) for p, a, e in zip(programs, arguments, evaluated, strict=True)])
 
-    def run(arguments: Any) -> Any:
+    def run(arguments: Sequence[Mapping[str, jax.Array]]) -> Sequence[Mapping[str, jax.Array]]:
         with avoided_faults() as avoided:
             found = jitted(arguments)
         run.changed += len(avoided)
@@ -150,7 +152,7 @@ def through_jgt(programs: Sequence[DrawnProgram]) -> Callable[..., Any]:
     return run
 
 
-def _sharded(program: DrawnProgram) -> Callable[..., Any]:
+def _sharded(program: DrawnProgram) -> Callable[..., dict[str, jax.Array]]:
     """`values_of` by `jgt.shard`: an argument that has a gradient is a parameter, and every value is a named tensor."""
     specs = {name: [list(axes) or None for axes in spec] for name, spec in program.specs.items()}
     first = program.moved[:1]
@@ -163,13 +165,13 @@ def _sharded(program: DrawnProgram) -> Callable[..., Any]:
     inputs = rules.pop("inputs")
     mesh = jgt.make_mesh(dict(zip(AXES, program.mesh, strict=False)), devices=jax.devices()[: program.num_devices])
 
-    def forward(params: Any, batch: Any) -> dict[str, Any]:
+    def forward(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         with context("m"):
             return values_of(program, params | batch, lambda name, value: tensor(value, name))
 
     sharded = jgt.shard(forward, jgt.make_rules({"signals": {"m": rules}, "inputs": inputs, "default": "replicate"}), mesh, partial=True)
 
-    def evaluate(_: DrawnProgram, arguments: Mapping[str, Any], place: Any) -> dict[str, Any]:
+    def evaluate(_: DrawnProgram, arguments: Mapping[str, jax.Array], place: object) -> dict[str, jax.Array]:
         return sharded({name: arguments[name] for name in first}, {name: arguments[name] for name in others})
 
     return evaluate
@@ -182,7 +184,7 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
-    def say(answer: Mapping[str, Any]) -> None:
+    def say(answer: Mapping[str, object]) -> None:
         print(json.dumps(answer), file=out, flush=True)
 
     worker = Worker(through_jgt if sys.argv[1:] == ["--jgt"] else plainly, say)

@@ -75,7 +75,7 @@ class Argument:
     position: int
     path: str
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     sharding: NamedSharding | None
     is_on_host: bool
 
@@ -221,7 +221,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else jax.ShapeDtypeStruct((), jnp.result_type(x))
 
 
-def _plain_type(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _plain_type(dtype: np.dtype) -> np.dtype:
     """numpy's type; for a random key, the type of its bits."""
     return np.dtype(np.uint64) if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype)
 

@@ -10,7 +10,7 @@ import datetime
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from importlib.metadata import version
-from typing import Any, cast
+from typing import cast
 
 from jgt.document import dump
 from jgt.planner.calibrate.kernels import Sizes
@@ -71,11 +71,11 @@ def chip_text(chip: Chip, seconds: Mapping[str, float], devices: int) -> str:
     return "\n".join(lines) + "\n" + dump(dict(_plain(asdict(chip))))
 
 
-def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _plain(values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Figures with as many digits as they have, without those that are not there."""
     for key, value in values.items():
         if isinstance(value, dict):
-            yield key, dict(_plain(cast(dict[str, Any], value)))
+            yield key, dict(_plain(cast(dict[str, object], value)))
         elif isinstance(value, float):
             yield key, float(f"{value:.{_DIGITS}g}")
         elif value not in (None, ""):

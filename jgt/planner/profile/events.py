@@ -96,7 +96,7 @@ def _on_gpu(device: int, plane: Raw) -> Iterator[Event]:
 
 def _on_cpu(events: Iterable[Raw]) -> Iterator[Event]:
     begun: list[tuple[float, float, dict[str, Any]]] = []
-    ends: dict[Any, float] = {}
+    ends: dict[object, float] = {}
     for event in events:
         stats, end = dict(event.stats), event.start_ns + event.duration_ns
         if event.name.startswith(_END):
@@ -109,6 +109,6 @@ def _on_cpu(events: Iterable[Raw]) -> Iterator[Event]:
         yield _event(int(stats.get("device_ordinal", 0)), stats, start, max(end, ends.get(stats.get("_p"), end)), may_contain=True)
 
 
-def _event(device: int, stats: Mapping[str, Any], start_ns: float, end_ns: float, *, may_contain: bool = False) -> Event:
+def _event(device: int, stats: Mapping[str, object], start_ns: float, end_ns: float, *, may_contain: bool = False) -> Event:
     program, instruction = (str(stats.get(name, "")) for name in ("hlo_module", "hlo_op"))
     return Event(device=device, program=program, instruction=instruction, start_ns=start_ns, end_ns=end_ns, may_contain=may_contain)
