@@ -9,6 +9,7 @@ import numpy as np
 from jgt.document import Node, bind
 from train.models.config import ModelConfig
 from train.models.decoder import build
+from train.step.trained import merged
 from train.weights.described import published
 from train.weights.load import open_files
 
@@ -29,6 +30,14 @@ def expected(name):
     """tokens [2, 96], logits at each fifth of them, and their standard deviation."""
     with np.load(GOLDENS / name / "expected.npz") as file:
         return file["tokens"], file["logits"], float(file["std"])
+
+
+def variables_of(name, config):
+    """The variables of a golden model: those of its files, and zeros."""
+    shapes, variables = jax.eval_shape(build(config).init, jax.random.key(0))
+    zeros = jax.tree.map(jax.numpy.zeros_like, variables)
+    here = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), variables)
+    return merged(zeros, open_files(published(GOLDENS / name), config, shapes).variables(variables, here))
 
 
 def loaded(name, config, shardings=None):

@@ -20,7 +20,7 @@ from ..models.config import ModelConfig
 from ..settings.code.names import load_object
 from ..weights.described import Described, published
 from ..weights.describing import config_values, described_as_family, differences
-from ..weights.families import Family
+from ..weights.families.families import Family
 from ..weights.names import Shape, Source, sources_of
 from ..weights.origin import DESCRIPTION, ORIGIN, check_kept, origin_files
 

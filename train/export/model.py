@@ -23,7 +23,7 @@ from ..models.config import ModelConfig, OwnModel
 from ..weights.adapt.adapters import factors_of
 from ..weights.adapt.config import LoraConfig
 from ..weights.base import frozen_paths, open_base
-from ..weights.load import Files
+from ..weights.load import ROUTER_BIAS, Files
 from ..weights.names import Shape
 
 _Array = np.ndarray
@@ -124,4 +124,10 @@ def _arrays(saved: SavedStep) -> dict[str, tuple[ArrayEntry, int]]:
     part = next(part for part in ("average", "anchor", "params") if part in by_part)
     num_replicas = int(part == "average" and "anchor" in by_part)
     frozen = by_part.get(FROZEN, {}) | frozen_paths(saved.manifest.base)
-    return {path: (entry, num_replicas) for path, entry in by_part[part].items()} | {path: (entry, 0) for path, entry in frozen.items()}
+    # Each replica has its own, whichever parameters are exported.
+    variables = {path: (entry, int("anchor" in by_part)) for path, entry in by_part.get("variables", {}).items() if path == ROUTER_BIAS}
+    return (
+        variables
+        | {path: (entry, num_replicas) for path, entry in by_part[part].items()}
+        | {path: (entry, 0) for path, entry in frozen.items()}
+    )

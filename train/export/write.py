@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from ..checkpoint.pieces import Span
+from ..weights.load import ROUTER_BIAS
 from ..weights.names import Source, tensors_of
 from ..weights.origin import DESCRIPTION
 from ..weights.safetensors import DTYPES
@@ -39,15 +40,17 @@ def write_export(
     check: called before each piece; an error of it ends the export. last: as in `write_folder`. Raises InputError if there is
     something at the path or the checkpoint cannot be used, DiskError if it cannot be read, and OSError.
     """
-    shapes, kind = model.shapes, EXPORTED[dtype]
+    shapes = model.shapes
     sources = form.sources(shapes)
-    tensors = tensors_of(sources, shapes)
+    # A rounding of the biases may change which experts are chosen.
+    types = {path: EXPORTED["f32" if path == ROUTER_BIAS else dtype] for path in shapes}
+    tensors = {name: (types[path], shape) for path in shapes for name, shape in tensors_of({path: sources[path]}, shapes).items()}
 
     def parts() -> Iterator[Piece]:
         for path, source in sources.items():
             for place, value in model.pieces(path):
                 check()
-                part = value.astype(kind, copy=False)
+                part = value.astype(types[path], copy=False)
                 # Otherwise it would stay while the next one is read.
                 del value
                 yield from _tensor_parts(source, place, part)
@@ -55,8 +58,7 @@ def write_export(
 
     text = json.dumps({**form.config, "torch_dtype": _TORCH[dtype]}, indent=2)
     files: dict[str, bytes | Path] = {DESCRIPTION: text.encode() + b"\n", **form.files}
-    types = {name: (kind, shape) for name, shape in tensors.items()}
-    write_folder(folder, types, parts(), files=files, max_file_bytes=max_file_bytes, last=last)
+    write_folder(folder, tensors, parts(), files=files, max_file_bytes=max_file_bytes, last=last)
     return len(tensors)
 
 

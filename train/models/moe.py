@@ -1,6 +1,6 @@
 """A mixture of experts in the place of a layer's MLP: a router chooses k of E gated MLPs for each token.
 
-    y = Σ over the chosen experts of scale · expert(x)  [+ shared(x)]
+    y = Σ over the chosen experts of scale · expert(x)  [+ gate(x) · shared(x)]
 
 The layer says which rows go through which expert (`signal.experts`), and neither how they get there nor where the experts are. Without
 rules that is a sort, a grouped matmul and the inverse of the sort; rules exchange the rows between the devices of a mesh axis.
@@ -40,6 +40,7 @@ class MoE(nnx.Module):
         self.router = nnx.Linear(config.embed, experts.count, use_bias=False, dtype=jnp.float32, kernel_init=READING_INIT, rngs=rngs)
         self.experts = GatedExperts(config, experts.count, ffn, rngs=rngs)
         self.shared = MLP(replace(config, ffn=experts.shared * ffn), rngs=rngs) if experts.shared else None
+        self.shared_gate = nnx.Linear(config.embed, 1, use_bias=False, dtype=jnp.float32, rngs=rngs) if experts.shared_gate else None
         self.load = Load(jnp.zeros(experts.count, jnp.int32))
         self.bias = Bias(jnp.zeros(experts.count, jnp.float32)) if experts.balance == "bias" else None
         self.config: ExpertsConfig = experts
@@ -52,7 +53,8 @@ class MoE(nnx.Module):
         y = self.experts(x, choice, scale)
         if self.shared is not None:
             with signal.context("shared"):
-                y = y + self.shared(x)
+                shared = self.shared(x)
+                y = y + (shared if self.shared_gate is None else jax.nn.sigmoid(self.shared_gate(x)).astype(x.dtype) * shared)
         return y, sums
 
 

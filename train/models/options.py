@@ -1,7 +1,7 @@
 """The options in which decoders of one kind differ from each other, as keys of the `model:` section. Imports no JAX.
 
 The defaults are Llama's. Each option is what some published family does, and they combine freely, so that a config.json of that family is
-a set of values (`train/weights/families.py`) and a model that is trained from scratch may have any of them. Layers that differ are named by
+a set of values (`train/weights/families`) and a model that is trained from scratch may have any of them. Layers that differ are named by
 their numbers: all layers stay one scan, which reads a few flags for each layer.
 """
 

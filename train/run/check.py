@@ -109,3 +109,5 @@ def print_published(described: Described, config: ModelConfig, *, shows_tensors:
     if shows_tensors:
         print("\n".join(f"  {path}: {source.name}" for path, source in sorted(files.sources.items())))
     print(f"All {len(files.folder.tensors):,} tensors are known, and none is missing")
+    if files.left_out is not None:
+        print(files.left_out)

@@ -41,7 +41,7 @@ from ..settings.code.files import COPY, Code
 from ..settings.code.names import is_name
 from ..setup import Setup, prepare
 from ..setup.layout import mesh_layout
-from ..setup.published import PublishedFiles, open_published, published_params
+from ..setup.published import PublishedFiles, open_published, published_model
 from ..step.trained import merged
 from ..weights.adapters import common_section
 from ..weights.origin import ORIGIN
@@ -228,12 +228,13 @@ def _published(setup: Setup, folder: Path, peft: Mapping[str, Path], problems: l
     adapters = {name: files.factors(setup) for name, files in opened.items()}
     # One with the rank of the section, for which the layout of the state is made.
     first = max(adapters, key=lambda name: opened[name].rank, default=None)
-    params = setup.model_params(published_params(setup, folder, None if first is None else adapters[first]))
+    params, variables = published_model(setup, folder, None if first is None else adapters[first])
     # Statistics of the training of experts, which a published model lacks, begin as in a new run.
-    variables = jax.jit(lambda seed: setup.make_state(seed).variables, out_shardings=setup.shardings.variables)(np.uint32(0))
+    fresh = jax.jit(lambda seed: setup.make_state(seed).variables, out_shardings=setup.shardings.variables)(np.uint32(0))
     # Without a tokenizer.json the config has its default.
     name = config.data.tokenizer
     name = None if name == BYTES else name
+    params, variables = setup.model_params(params), merged(fresh, variables)
     return Loaded(setup=setup, params=params, variables=variables, step=0, tokenizer_name=name, adapters=adapters)
 
 

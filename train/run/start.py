@@ -38,7 +38,7 @@ from ..models.config import ModelConfig
 from ..settings.formats import duration_text
 from ..settings.training import DPO
 from ..setup import Setup
-from ..setup.published import published_params
+from ..setup.published import published_model
 from ..step.state import State, Tree, digest_of_arrays
 from ..step.trained import merged
 from ..weights.adapt.adapters import factors_of
@@ -147,9 +147,9 @@ class Start:
                 self.say(f"{place} has no weights: the model starts from random values")
                 return Position(state=state)
             first = self.setup.last_params(state)
-            params, base = published_params(self.setup, folder, first), base_in(place, self.setup.saved_shapes.frozen)
+            model, base = published_model(self.setup, folder, first, self.say), base_in(place, self.setup.saved_shapes.frozen)
         self.say(f"Starts with the parameters of {place}")
-        return Position(state=self.setup.with_model(state, params, {}), base=base, origin=place)
+        return Position(state=self.setup.with_model(state, *model), base=base, origin=place)
 
     def _restore_elsewhere(self, where: str, path: Path | str, restore: Callable[[SavedStep], _Restored]) -> tuple[SavedStep, _Restored]:
         restored = self._restore(search_elsewhere(path, read_key(self.setup.run.config.checkpoint.key)), restore)

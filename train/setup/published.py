@@ -5,7 +5,7 @@ Everything that the two say about names and shapes is compared with the run's mo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -65,16 +65,23 @@ def base_shapes(setup: Setup) -> Tree:
     return shapes if adapters is None else adapters.divided(shapes)[0]
 
 
-def published_params(setup: Setup, folder: Path, first: Tree | None = None) -> Tree:
-    """The parameters of a published model, as the state has them. Raises as `open_published` does.
+def published_model(
+    setup: Setup, folder: Path, first: Tree | None = None, say: Callable[[str], None] = lambda line: None
+) -> tuple[Tree, Tree]:
+    """The parameters of a published model, as the state has them, and those of its variables that it has. Raises as `open_published` does.
 
-    first: parameters from which new adapters come, such as those of a fresh state. None: it is made.
+    first: parameters from which new adapters come, such as those of a fresh state. None: it is made. say: gets a line about tensors that
+    are left out.
     """
     (shapes, shardings), adapters, found = setup.saved_params, setup.program.adapters, open_published(setup, folder)
+    if found.files.left_out is not None:
+        say(f"{folder}: {found.files.left_out}")
+    one, places = setup.saved_of_one
+    variables = found.files.variables(one.variables, places.variables)
     if adapters is None:
-        return setup.stored_params(found.files.load(shapes, shardings))
+        return setup.stored_params(found.files.load(shapes, shardings)), variables
     params = found.files.load(base_shapes(setup), adapters.divided(shardings)[0])
     if found.peft is None:
         first = setup.model_params(setup.last_params(setup.init()) if first is None else first)
-        return setup.stored_params(merged(first, params))
-    return setup.stored_params(merged(params, found.factors(setup)))
+        return setup.stored_params(merged(first, params)), variables
+    return setup.stored_params(merged(params, found.factors(setup))), variables

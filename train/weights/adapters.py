@@ -21,9 +21,10 @@ from jgt.document import InputError, Node, path_problem, shown
 
 from ..files.cache import local_folder
 from .adapt.config import LoraConfig
-from .described import MOST_BYTES, Keys, published
-from .family import LLAMA, Family, words
+from .described import MOST_BYTES, published
+from .families.family import LLAMA, Family, words
 from .foreign import first, inside, problems_at, read_json, read_shapes
+from .keys import Keys
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 FACTOR = "base_model.model.{module}.lora_{factor}.weight"

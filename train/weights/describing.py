@@ -17,10 +17,12 @@ from typing import Any
 from jgt.document import InputError, Node, bind, shown
 
 from ..models.config import ModelConfig
+from ..models.experts.config import ExpertsConfig, GroupsConfig
 from ..models.options import RopeScaling
-from .described import Described, Keys, described_by
-from .families import FAMILIES
-from .family import words
+from .described import Described, described_by
+from .families.families import FAMILIES
+from .families.family import words
+from .keys import Keys
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 _RARE = words("layer_types partial_rotary_factor num_local_experts num_experts original_max_position_embeddings")
@@ -148,12 +150,27 @@ def _written(c: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": _scalar(c),
     }
     if c.experts is not None:
-        values |= dict.fromkeys(("num_local_experts", "num_experts"), c.experts.count) | {"num_experts_per_tok": c.experts.choose}
-        values |= {"moe_intermediate_size": c.experts.ffn or c.ffn_size, "norm_topk_prob": c.experts.is_normalized}
+        values |= _experts(c.experts, c.experts.ffn or c.ffn_size)
     if scaling is not None:
         values["rope_scaling"] = _scaling(scaling)
         values["original_max_position_embeddings"] = scaling.original if scaling.kind == "longrope" else None
     return values
+
+
+def _experts(experts: ExpertsConfig, ffn: int) -> dict[str, Any]:
+    groups = experts.groups or GroupsConfig(count=1, choose=1)
+    return {
+        **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), experts.count),
+        "num_experts_per_tok": experts.choose,
+        "moe_intermediate_size": ffn,
+        "norm_topk_prob": experts.is_normalized,
+        "shared_expert_intermediate_size": experts.shared * ffn,
+        "n_shared_experts": experts.shared,
+        "routed_scaling_factor": experts.result_scale,
+        "first_k_dense_replace": experts.first_dense,
+        "n_group": groups.count,
+        "topk_group": groups.choose,
+    }
 
 
 def _scaling(scaling: RopeScaling) -> dict[str, Any]:

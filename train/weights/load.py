@@ -6,9 +6,10 @@ one shard. An array is read in the layout of the model; the run then converts it
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,31 +20,43 @@ from jgt import Packing, path_text
 from jgt.document import InputError
 
 from ..models.config import ModelConfig
+from ..step.trained import divided
 from .described import Described
-from .family import LLAMA
+from .eight_bits import EightBits
+from .families.family import LLAMA
 from .foreign import first
 from .names import Shape, Source, folder_names, misfits, sources_of, tensors_of
 from .safetensors import Folder, open_folder
 
 # The elements that are compared at once.
 _PART = 1 << 22
+ROUTER_BIAS = "layers/moe/bias"
+"""The path of the routers' biases among the variables of a model."""
 
 
 @dataclass(frozen=True)
 class Files:
     """The files of a published model whose tensors are those of the model, with the sources of its parameters.
 
-    names: the tensors' names in the folder, by the family's. packing: how matrices of uint8 are packed, which is done shard by shard.
+    names: the tensors' names in the folder, by the family's. eight_bits: the tensors that have scales. packing: how matrices of uint8 are
+    packed, which is done shard by shard. left_out: a sentence about tensors that are not part of the model; None if there are none.
     """
 
     folder: Folder
     sources: Mapping[str, Source]
     names: Mapping[str, str]
+    eight_bits: EightBits
     packing: Packing | None = None
+    left_out: str | None = None
 
     def load(self, shapes: Any, shardings: Any) -> Any:
         """The parameters, laid out by `shardings`. shapes: their tree of shapes, nested dicts."""
         return jax.tree.map_with_path(lambda path, x, sharding: self._load(path_text(path), x, sharding), shapes, shardings)
+
+    def variables(self, shapes: Any, shardings: Any) -> Any:
+        """Those of a model's variables that the files have. shapes, shardings: of all, nested dicts."""
+        kept, places = (divided(tree, self.sources.__contains__)[0] for tree in (shapes, shardings))
+        return self.load(kept, places)
 
     def pieces(self, path: str, shape: Shape, dtype: Any, most: int) -> Iterator[tuple[tuple[slice, ...], np.ndarray[Any, Any]]]:
         """All parts of a parameter, each with its place. A part has at most `most` bytes, or it is a row of a tensor."""
@@ -57,19 +70,34 @@ class Files:
             for begin in range(0, shape[cut], step):
                 spans = [range(n, n + 1) for n in stacked] + [range(size) for size in shape[source.num_stacked :]]
                 spans[cut] = range(begin, min(begin + step, shape[cut]))
-                yield tuple(slice(span.start, span.stop) for span in spans), _read(self.folder, source, self.names, tuple(spans), dtype)
+                yield tuple(slice(span.start, span.stop) for span in spans), self._read(source, tuple(spans), dtype)
 
     def _load(self, path: str, x: Any, sharding: Any) -> jax.Array:
         def read(spans: tuple[range, ...]) -> Any:
-            return _read(self.folder, self.sources[path], self.names, spans, x.dtype)
+            return self._read(self.sources[path], spans, x.dtype)
 
         def read_packed(spans: tuple[range, ...]) -> Any:
             assert self.packing is not None
             whole, inner = self.packing.blocks(spans[-1])
-            matrix = _read(self.folder, self.sources[path], self.names, (*spans[:-1], whole), np.dtype(np.float32))
+            matrix = self._read(self.sources[path], (*spans[:-1], whole), np.dtype(np.float32))
             return np.asarray(_pack(self.packing, matrix))[..., inner]
 
         return _sharded(tuple(x.shape), sharding, read_packed if x.dtype == np.uint8 else read)
+
+    def _read(self, source: Source, spans: tuple[range, ...], dtype: Any) -> np.ndarray[Any, Any]:
+        """One shard: the elements of a parameter in these ranges of its dims."""
+        stacked, inner = spans[: source.num_stacked], spans[source.num_stacked :]
+        outputs = np.array([source.outputs[n] for n in inner[-1]])
+        # Outputs of one parameter need not be neighbours in the tensor; no byte between them is read.
+        runs = np.split(outputs, np.flatnonzero(np.diff(outputs) != 1) + 1)
+        cuts = [[*(slice(one.start, one.stop) for one in inner[:-1]), slice(run[0], run[-1] + 1)] for run in runs]
+        made = np.empty([len(span) for span in spans], dtype)
+        for place in np.ndindex(*(len(span) for span in stacked)):
+            name = self.names[source.at([span[n] for span, n in zip(stacked, place, strict=True)])]
+            parts = [self.eight_bits.read(name, cut[::-1] if source.is_transposed else cut) for cut in cuts]
+            parts = [part.T if source.is_transposed else part for part in parts]
+            made[place] = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        return made
 
 
 def open_files(described: Described, config: ModelConfig, shapes: Any) -> Files:
@@ -81,32 +109,47 @@ def open_files(described: Described, config: ModelConfig, shapes: Any) -> Files:
     packing = Packing.named(config.base_dtype)
     leaves = jax.tree.leaves_with_path(shapes)
     flat = {path_text(path): tuple(x.shape) if packing is None else packing.shape_of(x) for path, x in leaves}
-    sources = sources_of(described.family, flat, (config.heads, config.num_kv_heads))
+    family = replace(described.family, names={**described.family.names, **described.names})
+    flat |= kept_variables(config)
+    sources = sources_of(family, flat, (config.heads, config.num_kv_heads))
     wanted = tensors_of(sources, flat)
-    # Some folders have a few tensors more, which are skipped.
-    folder = open_folder(described.path, 2 * len(wanted) + 1_000)
-    names = folder_names(wanted, folder.tensors)
-    table, head = (f"{described.family.names.get(module, LLAMA[module])}.weight" for module in ("embed", "head"))
+    # Some folders have a few tensors more, which are skipped, and some have scales, or the tensors of other parts.
+    folder = open_folder(described.path, (2 if described.block is None else 4) * len(wanted) + (10_000 if described.others else 1_000))
+    table, head = (f"{family.names.get(module, LLAMA[module])}.weight" for module in ("embed", "head"))
+    names = folder_names([*wanted, head], folder.tensors)
+    head = names[head]
     if config.tied and names[table] not in folder.tensors:
         names[table] = head
-    skipped = (*described.family.skipped, *([head] if config.tied else []))
-    if problems := first(f"{described.path}: {problem}" for problem in misfits(wanted, names, folder.tensors, skipped)):
+    skipped = (*family.skipped, *([head] if config.tied else []))
+    others = {name for name in folder.tensors if name.startswith(described.others)}
+    found = {name: tensor for name, tensor in folder.tensors.items() if name not in others}
+    eight_bits = EightBits.of(folder, described.block)
+    wrong = itertools.chain(eight_bits.problems(), misfits(wanted, names, eight_bits.without(found), skipped))
+    if problems := first(f"{described.path}: {problem}" for problem in wrong):
         raise InputError(problems)
     # Some files of tied models have a head, which is the embedding once more.
-    if config.tied and head in folder.tensors and not _is_equal(folder, names[table], head):
+    if config.tied and head in folder.tensors and not _is_equal(eight_bits, names[table], head):
         untied = "but config.json ties the two (tie_word_embeddings, or the family's default). If the model has both, set it to false there"
         raise InputError([f"{described.path}: {head} differs from {names[table]}, {untied}"])
-    return Files(folder, sources, names, packing)
+    kinds = sorted({next(part for part in described.others if name.startswith(part)) for name in others})
+    left_out = f"{len(others):,} tensors of other parts are left out ({', '.join(kinds)})" if others else None
+    return Files(folder, sources, names, eight_bits, packing, left_out)
 
 
-def _is_equal(folder: Folder, one: str, other: str) -> bool:
+def kept_variables(config: ModelConfig) -> dict[str, Shape]:
+    """The variables of a model that published files have, by path: the biases of its routers."""
+    experts = config.experts
+    return {} if experts is None or experts.balance != "bias" else {ROUTER_BIAS: (config.layers - experts.first_dense, experts.count)}
+
+
+def _is_equal(files: EightBits, one: str, other: str) -> bool:
     """Whether two tensors have the same numbers. Reads them by parts."""
-    shape = folder.tensors[one].shape
-    if folder.tensors[other].shape != shape:
+    shape = files.folder.tensors[one].shape
+    if files.folder.tensors[other].shape != shape:
         return False
     step = max(_PART // math.prod(shape[1:]), 1)
     parts = ([slice(begin, min(begin + step, shape[0]))] for begin in range(0, shape[0], step))
-    return all(np.array_equal(folder.read(one, part), folder.read(other, part)) for part in parts)
+    return all(np.array_equal(files.read(one, part), files.read(other, part)) for part in parts)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -127,19 +170,3 @@ def _sharded(shape: Shape, sharding: Any, read: Callable[[tuple[range, ...]], An
             parts[device] = jax.device_put(part, device)
         jax.block_until_ready([parts[device] for device in devices])
     return jax.make_array_from_single_device_arrays(shape, sharding, [parts[device] for device in sharding.addressable_devices])
-
-
-def _read(folder: Folder, source: Source, names: Mapping[str, str], spans: tuple[range, ...], dtype: Any) -> np.ndarray[Any, Any]:
-    """One shard: the elements of a parameter in these ranges of its dims."""
-    stacked, inner = spans[: source.num_stacked], spans[source.num_stacked :]
-    outputs = np.array([source.outputs[n] for n in inner[-1]])
-    # Outputs of one parameter need not be neighbours in the tensor; no byte between them is read.
-    runs = np.split(outputs, np.flatnonzero(np.diff(outputs) != 1) + 1)
-    cuts = [[*(slice(one.start, one.stop) for one in inner[:-1]), slice(run[0], run[-1] + 1)] for run in runs]
-    made = np.empty([len(span) for span in spans], dtype)
-    for place in np.ndindex(*(len(span) for span in stacked)):
-        name = names[source.at([span[n] for span, n in zip(stacked, place, strict=True)])]
-        parts = [folder.read(name, cut[::-1] if source.is_transposed else cut) for cut in cuts]
-        parts = [part.T if source.is_transposed else part for part in parts]
-        made[place] = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
-    return made

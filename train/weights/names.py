@@ -15,11 +15,13 @@ import numpy as np
 
 from jgt.document import InputError
 
-from .family import LLAMA, Family
+from .families.family import LLAMA, Family
+from .families.unsupported import UNQUANTISED
 from .safetensors import PARAMETERS, Tensor
-from .unsupported import UNQUANTISED
 
 Shape = tuple[int, ...]
+_OF_TEXT = (("language_model.model.", "language_model."), ("model.language_model.", ""))
+"""The words that stand for `model.` in the names of a text part's tensors, and before those of its head."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Source:
     """The tensors of one parameter.
 
     name: with {l} and {e} for the numbers of a layer and of an expert, which are the first `num_stacked` dims of the parameter.
-    outputs: the places of the parameter's outputs among those of the tensor. width: the outputs of the tensor.
+    outputs: the places of the parameter's outputs among those of the tensor. width: the outputs of the tensor. first_layer: the number of
+    the first of its layers.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Source:
     is_transposed: bool
     outputs: range | Sequence[int]
     width: int
+    first_layer: int = 0
 
     def tensor_shape(self, shape: Shape) -> Shape:
         """The shape of each of its tensors, from the parameter's."""
@@ -43,7 +47,7 @@ class Source:
 
     def at(self, place: Sequence[int]) -> str:
         """The name of the tensor of a layer, and of an expert."""
-        return self.name.format(**dict(zip("le", place, strict=False)))
+        return self.name.format(**dict(zip("le", (self.first_layer + n if dim == 0 else n for dim, n in enumerate(place)), strict=False)))
 
 
 def sources_of(family: Family, shapes: Mapping[str, Shape], num_heads: tuple[int, int]) -> dict[str, Source]:
@@ -56,7 +60,13 @@ def sources_of(family: Family, shapes: Mapping[str, Shape], num_heads: tuple[int
         raise InputError([f"model: the family has no tensor for the parameter {path}" for path in lacking])
     names = {path: name for path, name in found.items() if name is not None}
     sources: dict[str, Source] = {}
-    for name, paths in itertools.groupby(sorted(shapes, key=lambda path: (names[path], _order(path))), key=names.__getitem__):
+    # The first layers, where they have a stack of their own.
+    num_dense = next((shape[0] for path, shape in shapes.items() if path.startswith("dense/")), 0)
+
+    def key(path: str) -> tuple[str, bool]:
+        return names[path], path.startswith("layers/")
+
+    for (name, is_later), paths in itertools.groupby(sorted(shapes, key=lambda path: (*key(path), _order(path))), key=key):
         group, first = list(paths), 0
         width = sum(shapes[path][-1] for path in group)
         for number, path in enumerate(group):
@@ -66,9 +76,11 @@ def sources_of(family: Family, shapes: Mapping[str, Shape], num_heads: tuple[int
                 # [heads, 3, h] and not [3, heads, h].
                 head = size // num_heads[0]
                 outputs = [(3 * n + number) * head + i for n in range(num_heads[0]) for i in range(head)]
-            is_kernel = "/kernel" in path or "/experts/" in path
+            # A stack of the matrices of all experts is as they are multiplied.
+            is_kernel = "/kernel" in path or ("/experts/" in path and "{e}" in name)
             depth = name.count("{")
-            sources[path] = Source(name, depth, is_kernel and family.are_kernels_transposed, outputs, width)
+            is_transposed = is_kernel and family.are_kernels_transposed
+            sources[path] = Source(name, depth, is_transposed, outputs, width, num_dense if is_later else 0)
             first += size
     return sources
 
@@ -76,7 +88,7 @@ def sources_of(family: Family, shapes: Mapping[str, Shape], num_heads: tuple[int
 def _name(family: Family, path: str) -> str | None:
     if path in family.names:
         return family.names[path]
-    inner = re.sub(r"^layers/", "", path)
+    inner = re.sub(r"^(layers|dense)/", "", path)
     module, _, last = inner.rpartition("/")
     found = {**LLAMA, **family.names}
     name = found.get(inner) or (f"{found[module]}.{'bias' if last == 'bias' else 'weight'}" if module in found else None)
@@ -85,7 +97,7 @@ def _name(family: Family, path: str) -> str | None:
 
 def _order(path: str) -> int:
     """The place of a parameter among those that share a tensor."""
-    order = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    order = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "experts/gate", "experts/up")
     return next((n for n, name in enumerate(order) if name in path), 0)
 
 
@@ -100,7 +112,13 @@ def each_name(source: Source, shape: Shape) -> Iterator[str]:
 
 
 def folder_names(wanted: Iterable[str], found: Mapping[str, Tensor]) -> dict[str, str]:
-    """Maps our tensor names to those in the folder. Files of a bare decoder omit the first component, as in `h.0.ln_1.weight`."""
+    """Maps our tensor names to those in the folder.
+
+    Files of a bare decoder omit the first component, as in `h.0.ln_1.weight`. In files with other parts it has another name.
+    """
+    for decoder, head in _OF_TEXT:
+        if any(name.startswith(decoder) for name in found):
+            return {n: f"{decoder}{n.removeprefix('model.')}" if n.startswith("model.") else f"{head}{n}" for n in wanted}
     firsts = {name.partition(".")[0] for name in wanted if name.count(".") > 1}
     bare = {first for first in firsts if not any(name.startswith(f"{first}.") for name in found)}
     return {name: name.partition(".")[2] if name.partition(".")[0] in bare else name for name in wanted}

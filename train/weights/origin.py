@@ -20,7 +20,7 @@ from ..checkpoint.steps import remove
 from ..files.cache import local_file, local_folder
 from ..files.disk import sync_tree
 from ..files.json_text import read_object_file
-from .families import words
+from .families.families import words
 from .foreign import inside
 
 ORIGIN = "origin"

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from golden_models import GOLDENS, NAMES, config_of, loaded
+from golden_models import GOLDENS, NAMES, config_of, loaded, variables_of
 
 import jgt
 from train.generate.batch import TextBatch, TextRequest
@@ -80,8 +80,7 @@ def model_of(name, layout="none"):
     config = config_of(name, seq=96)
     model = build(config)
     made = programs(model, config, *MESHES[layout])
-    variables = jax.tree.map(jnp.zeros_like, jax.eval_shape(model.init, jax.random.key(0))[1])
-    return made, made.placed(jax.device_get(loaded(name, config)), variables)
+    return made, made.placed(jax.device_get(loaded(name, config)), variables_of(name, config))
 
 
 def batch_of(name, layout="none", *, rows):
@@ -91,8 +90,8 @@ def batch_of(name, layout="none", *, rows):
 
 WRITTEN = [name for name in NAMES if "greedy" in np.load(GOLDENS / name / "expected.npz")]
 
-EXPERTS = ("mixtral", "qwen3_moe")
-ON_ALL = ("gemma2", "gemma3", "gpt2", "granite", "llama3", "mistral", "olmo2", "phi3", "qwen2", "qwen3", *EXPERTS)
+EXPERTS = ("dots1", "glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+ON_ALL = ("gemma2", "gemma3", "gpt2", "granite", "llama3", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "dots1", "mixtral", "qwen3_moe")
 
 
 def on_meshes():

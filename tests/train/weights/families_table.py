@@ -8,7 +8,7 @@ from pathlib import Path
 
 from train.models.options import Options
 from train.weights.described import published
-from train.weights.families import FAMILIES
+from train.weights.families.families import FAMILIES
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "weights"
 MODELS = {
@@ -16,10 +16,8 @@ MODELS = {
     "mistral": "Mistral",
     "ministral": "Ministral",
     "ministral3": "Ministral 3",
-    "mixtral": "Mixtral",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",
-    "qwen3_moe": "Qwen3-MoE",
     "gemma": "Gemma 1",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3, text",
@@ -28,10 +26,23 @@ MODELS = {
     "olmo3": "OLMo 3",
     "smollm3": "SmolLM3",
     "glm4": "GLM-4",
+    "glm": "GLM-4-9B, before 0414",
+    "seed_oss": "Seed-OSS",
+    "exaone4": "EXAONE 4",
+    "ernie4_5": "ERNIE 4.5",
+    "helium": "Helium",
     "granite": "Granite 3",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3-MoE",
+    "qwen2_moe": "Qwen2-MoE",
+    "olmoe": "OLMoE",
+    "glm4_moe": "GLM-4.5, 4.6, 4.7",
+    "dots1": "dots.llm1",
+    "minimax_m2": "MiniMax-M2",
     "gpt_neox": "GPT-NeoX, Pythia",
     "phi": "Phi-1, Phi-2",
     "cohere": "Command-R",
+    "cohere2": "Command-R7B, Command A",
     "stablelm": "StableLM",
     "starcoder2": "StarCoder2",
     "gpt2": "GPT-2",

@@ -52,6 +52,11 @@ GROWING = {
 }
 MULTIPLIERS = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1, "logits_scaling": 0.5}
 NEOX = {name: BASE[name] for name in BASE if name != "num_key_value_heads"}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+BIASED = {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 16, "num_hidden_layers": 3, "first_k_dense_replace": 1}
+GROUPED = {**BIASED, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False, "routed_scaling_factor": 0.4}
+GLM4_MOE = {**BIASED, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "use_qk_norm": True, "attention_bias": True}
+PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 MODELS = {
     "llama": (hf.LlamaConfig, {**BASE, **HEADS, "attention_bias": True, "mlp_bias": True}),
     "llama3": (hf.LlamaConfig, {**BASE, "rope_theta": 500000.0, "rope_scaling": LLAMA3, "tie_word_embeddings": True}),
@@ -77,6 +82,17 @@ MODELS = {
     "olmo3": (hf.Olmo3Config, {**BASE, **TYPES}),
     "smollm3": (hf.SmolLM3Config, {**BASE, "no_rope_layers": [1, 0]}),
     "glm4": (hf.Glm4Config, {**BASE, **HEADS, "attention_bias": True}),
+    "glm": (hf.GlmConfig, {**BASE, **HEADS}),
+    "seed_oss": (hf.SeedOssConfig, {**BASE, **HEADS, "mlp_bias": True}),
+    "exaone4": (hf.Exaone4Config, {**BASE, **TYPES, "sliding_window_pattern": 2}),
+    "ernie4_5": (hf.Ernie4_5Config, {**BASE, **HEADS, "use_bias": True}),
+    "helium": (hf.HeliumConfig, {**BASE, "head_dim": 8, "mlp_bias": True}),
+    "qwen2_moe": (hf.Qwen2MoeConfig, {**BASE, **EXPERTS, "shared_expert_intermediate_size": 32}),
+    "olmoe": (hf.OlmoeConfig, {**BASE, "intermediate_size": 16, "num_experts": 8, "num_experts_per_tok": 2}),
+    "glm4_moe": (hf.Glm4MoeConfig, {**BASE, **HEADS, **GLM4_MOE}),
+    "dots1": (hf.Dots1Config, {**BASE, **HEADS, **GROUPED, "sliding_window": 8, "max_window_layers": 2}),
+    "minimax_m2": (hf.MiniMaxM2Config, {**BASE, **HEADS, **PARTIAL, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "cohere2": (hf.Cohere2Config, {**BASE, **TYPES, "logit_scale": 0.5}),
     "granite": (hf.GraniteConfig, {**BASE, **MULTIPLIERS}),
     "gpt_neox": (hf.GPTNeoXConfig, NEOX),
     "phi": (hf.PhiConfig, {**BASE, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
@@ -97,6 +113,9 @@ def make(name):
             noise = torch.randn(parameter.shape, generator=draw)
             value = parameter + 0.2 * noise if parameter.dim() < 2 else noise / parameter.shape[-1] ** 0.5
             parameter.copy_(value.bfloat16().float())
+        for path, bias in model.named_buffers():
+            if path.endswith("e_score_correction_bias"):
+                bias.copy_((0.1 * torch.randn(bias.shape, generator=draw)).bfloat16())
         tokens = torch.randint(3, VOCAB, (2, SEQ), generator=draw)
         logits = model(tokens).logits.numpy()
     # Prompt n begins at token n of a row.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from golden_models import variables_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jgt
@@ -28,6 +29,7 @@ from train.export.model import SavedModel
 from train.export.write import write_export
 from train.models.config import ModelConfig
 from train.models.decoder import build
+from train.run.load import load_model
 from train.run.train import train
 from train.step.state import State
 from train.weights.described import published
@@ -38,8 +40,8 @@ from train.weights.safetensors import open_folder
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "weights"
 NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
-# Tensors that are fused by head, and experts.
-TELLING = ("gpt_neox", "qwen3_moe")
+# Tensors that are fused by head, and experts, also with first layers of another kind and biases of routers.
+TELLING = ("gpt_neox", "qwen3_moe", "dots1")
 MESHES = {"rows": ((2, 4), ("a",), (None, None, "a", "b")), "columns": ((4, 2), ("b",), (None, None, "b", "a"))}
 """The sizes of the axes a and b, and the axes that split vectors and other arrays."""
 
@@ -102,7 +104,7 @@ def test_an_export_has_the_tensors_of_the_import_from_any_mesh(name, tmp_path):
     config = config_of(name, hf=str(GOLDENS / name))
     form, params = form_of(config, tmp_path, None, where), params_of(name, config, "rows")
     for mesh in ("rows", "columns"):
-        saved = saved_step(tmp_path / f"{mesh}.checkpoints", params)
+        saved = saved_step(tmp_path / f"{mesh}.checkpoints", params, variables=variables_of(name, config))
         write_export(form, SavedModel.of(saved), tmp_path / mesh, dtype="bf16", max_file_bytes=20_000)
         equal(GOLDENS / name, tmp_path / mesh)
         shapes, shardings = (jax.tree.map(pick, params) for pick in (jax.typeof, lambda x: laid_out(x, "columns")))
@@ -441,3 +443,20 @@ def test_a_file_that_a_run_kept_and_that_has_changed_since_is_refused(name, chan
         return
     with pytest.raises(InputError, match=f"origin/{name}: differs from what the run kept"):
         check_kept(run / ORIGIN)
+
+
+def test_the_biases_of_routers_are_trained_on_from_those_of_the_files(tmp_path):
+    shutil.copytree(GOLDENS / "dots1", tmp_path / "hf")
+    # The parameters of the experts are in the folder alone, the biases in the checkpoint.
+    start(tmp_path, "optimizer.train=['layers/attn/**', 'norm/**']")
+    before, after = (open_folder(folder) for folder in (GOLDENS / "dots1", tmp_path / "exports" / "3"))
+    names = [f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in (1, 2)]
+    moves = np.stack([after.read(name).astype(np.float32) - before.read(name).astype(np.float32) for name in names]) / 1e-3
+    assert np.abs(moves).max() >= 1 and np.abs(moves).max() <= 3.1
+    np.testing.assert_allclose(moves, np.round(moves), rtol=0, atol=1e-3)
+    np.testing.assert_array_equal(saved_arrays(tmp_path / "run" / "checkpoints", 3)["variables/layers/moe/bias"], [*map(after.read, names)])
+    np.testing.assert_array_equal(after.read(UP := "model.layers.1.mlp.experts.3.up_proj.weight"), before.read(UP))
+    # The model of the run has them, and so has that of the export.
+    for place in (tmp_path / "run", tmp_path / "exports" / "3"):
+        found = load_model(place).variables["layers"]["moe"]["bias"]
+        np.testing.assert_array_equal(found, [*map(after.read, names)])

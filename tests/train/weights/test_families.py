@@ -10,23 +10,28 @@ import families_table
 import jax
 import numpy as np
 import pytest
-from golden_models import GOLDENS, NAMES, config_of, expected, loaded
+from golden_models import GOLDENS, NAMES, config_of, expected, loaded, variables_of
 
 import jgt
 from train.config import load
 from train.models.decoder import build
+from train.models.experts.config import ExpertsConfig
 from train.models.options import Options, RopeScaling
 from train.weights.described import described_by, published
-from train.weights.families import FAMILIES
+from train.weights.families.families import FAMILIES
+from train.weights.load import ROUTER_BIAS
 from train.weights.safetensors import open_folder
 
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 5e-5
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Options)}
-INNER = {"rope_scaling": ("fast", "truncate", "query_growth", "magnitude")}
+INNER = {
+    "rope_scaling": ("fast", "truncate", "query_growth", "magnitude"),
+    "experts": ("groups", "normalized", "result_scale", "score"),
+}
 """Keys of nested sections that count one by one."""
-PARTS = {"rope_scaling": RopeScaling}
-QUICK = ("gemma2", "ministral3", "llama_yarn")
+PARTS = {"rope_scaling": RopeScaling, "experts": ExpertsConfig}
+QUICK = ("gemma2", "ministral3", "llama_yarn", "dots1")
 MESHES = {
     "fsdp": {"fsdp": 8},
     "fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
@@ -34,14 +39,11 @@ MESHES = {
 }
 
 
-def error(name, config, params, rules=None, mesh=None):
+def error(name, config, params, variables=None):
     """The largest difference of the logits, in their standard deviations."""
     model, (tokens, logits, std) = build(config), expected(name)
-    variables = jax.tree.map(jax.numpy.zeros_like, jax.eval_shape(model.init, jax.random.key(0))[1])
-    apply = lambda params, tokens: model.apply(params, variables, tokens)  # noqa: E731
-    if mesh is not None:
-        apply = jgt.shard(apply, rules, mesh, partial=True)
-    return np.abs(jax.jit(apply)(params, tokens)[:, ::5] - logits).max() / std
+    variables = variables_of(name, config_of(name)) if variables is None else variables
+    return np.abs(jax.jit(model.apply)(params, variables, tokens)[:, ::5] - logits).max() / std
 
 
 def test_the_table_of_families_in_the_docs_is_that_of_the_rows():
@@ -52,7 +54,7 @@ def test_the_table_of_families_in_the_docs_is_that_of_the_rows():
 def test_a_model_keeps_nothing_that_its_files_do_not_have(name):
     # An import leaves these as they are: counts of the last step.
     variables = jax.eval_shape(build(config_of(name)).init, jax.random.key(0))[1]
-    assert {jgt.path_text(path) for path, _ in jax.tree.leaves_with_path(variables)} <= {"layers/moe/load"}
+    assert {jgt.path_text(path) for path, _ in jax.tree.leaves_with_path(variables)} <= {"layers/moe/load", ROUTER_BIAS}
 
 
 def test_every_family_has_a_golden():
@@ -70,6 +72,7 @@ def test_each_byte_is_read_once(name, monkeypatch):
     reads, real = [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda file, views, at: reads.append((at, sum(map(len, views)))) or real(file, views, at))
     loaded(name, config_of(name))
+    variables_of(name, config_of(name))
     tensors = open_folder(GOLDENS / name).tensors.values()
     assert sum(size for _, size in reads) == sum(tensor.nbytes for tensor in tensors)
     ends = [at + size for at, size in sorted(reads)]
@@ -121,6 +124,23 @@ def without(config, key):
 def test_without_an_option_logits_are_others(name, key):
     config = config_of(name)
     assert error(name, without(config, key), loaded(name, config)) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["dots1", "glm4_moe", "minimax_m2"])
+def test_without_the_bias_of_the_router_logits_are_others(name):
+    zeros = jax.tree.map(jax.numpy.zeros_like, variables_of(name, config := config_of(name)))
+    assert error(name, config, loaded(name, config), zeros) > 1e-2
+
+
+def test_without_a_part_of_its_experts_logits_are_others():
+    params = loaded("qwen2_moe", config := config_of("qwen2_moe"))
+    ungated = dataclasses.replace(config, experts=dataclasses.replace(config.experts, shared_gate=False))
+    layers = params["layers"]
+    moe = {name: part for name, part in layers["moe"].items() if name != "shared_gate"}
+    assert error("qwen2_moe", ungated, {**params, "layers": {**layers, "moe": moe}}) > 1e-2
+    alone = dataclasses.replace(ungated, experts=dataclasses.replace(ungated.experts, shared=0))
+    moe = {name: part for name, part in moe.items() if name != "shared"}
+    assert error("qwen2_moe", alone, {**params, "layers": {**layers, "moe": moe}}) > 1e-2
 
 
 def test_without_the_bias_of_the_head_logits_are_others():

@@ -19,9 +19,10 @@ from train.models.experts.config import ExpertsConfig
 from train.models.experts.routing import route
 from train.models.rope import rotate
 from train.models.tokens import LayerFlags, Rows
-from train.weights.described import Keys, described_by, published
+from train.weights.described import described_by, published
 from train.weights.describing import described_as_family
-from train.weights.families import FAMILIES
+from train.weights.families.families import FAMILIES
+from train.weights.keys import Keys
 from train.weights.load import open_files
 from train.weights.safetensors import open_folder
 from train.weights.writing import write_folder
@@ -30,11 +31,20 @@ CONFIGS = {file.stem: file for file in sorted((Path(__file__).parents[2] / "gold
 PARAMETERS = {
     "HuggingFaceTB--SmolLM2-135M": 134_515_008,
     "Qwen--Qwen2.5-0.5B": 494_032_768,
+    "MiniMaxAI--MiniMax-M2.5": 228_689_748_992,
+    "MiniMaxAI--MiniMax-M2.7": 228_689_748_992,
     "Qwen--Qwen3-0.6B": 596_049_920,
     "Qwen--Qwen3-1.7B": 1_720_574_976,
     "Qwen--Qwen3-235B-A22B": 235_093_634_560,
+    "Qwen--Qwen3-30B-A3B-FP8": 30_532_122_624,
+    "Qwen--Qwen3-32B-FP8": 32_762_123_264,
+    "Qwen--Qwen3-32B-FP8-Static-PerTensor": 32_762_123_264,
     "Qwen--Qwen3-8B": 8_190_735_360,
     "Qwen--Qwen3-Coder-480B-A35B-Instruct": 480_154_875_392,
+    "Qwen--Qwen3-VL-2B-Instruct": 1_720_574_976,
+    "Qwen--Qwen3-VL-30B-A3B-Instruct": 30_532_122_624,
+    "Qwen--Qwen3-VL-32B-Thinking": 32_762_123_264,
+    "Qwen--Qwen3-VL-4B-Instruct": 4_022_468_096,
     "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
     "google--gemma-2-9b": 9_241_705_984,
     "meta-llama--Meta-Llama-3.1-70B": 70_553_706_496,
@@ -58,18 +68,18 @@ REASONS = {
     "kimi_k3": "sparse or compressed attention",
     "llama4": "chunked attention",
     "mimo": "multi-token prediction",
-    "minimax_m2": "experts with a router of their own",
     "nemotron_h": "state-space or convolution layers",
     "qwen3_5": "linear attention",
     "qwen3_5_moe": "linear attention",
-    "qwen3_vl": "images, audio or other inputs",
-    "qwen3_vl_moe": "images, audio or other inputs",
     "step3p7": "experts with a router of their own",
 }
 PLACE = Path("config.json")
 EXPERTS = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    **{key: {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} for key in ("qwen2_moe", "qwen3_moe")},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    **{key: {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} for key in ("dots1", "glm4_moe")},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
@@ -106,7 +116,7 @@ def test_a_slip_gets_a_suggestion(kind, nearest):
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama5", "gemma4", "qwen2_moe", "glm", "olmo", "olmoe", "cohere2", "mistral4", "granitemoe", "qwen3_next", "opt"]
+    "kind", ["llama5", "gemma4", "qwen4_moe", "olmo", "phimoe", "cohere3", "mistral4", "granitemoe", "qwen3_next", "opt"]
 )
 def test_another_architecture_gets_none(kind):
     with pytest.raises(jgt.InputError, match="Supported: llama, mistral") as caught:
@@ -163,6 +173,12 @@ SAME = [
     ("starcoder2", {"mlp_type": "default", "norm_type": "layer_norm"}),
     ("gpt_neox", {"rope_theta": 10000, "partial_rotary_factor": 0.25}),
     ("glm4", {"attention_bias": True}),
+    ("glm4_moe", {"num_local_experts": 4, "num_mtp_layers": 0, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 1}),
+    ("minimax_m2", {"attn_type_list": [1] * 4, "use_mtp": True, "num_mtp_modules": 3, "shared_intermediate_size": 0, "rotary_dim": 128}),
+    ("cohere2", {"sliding_window_pattern": 4, "layer_switch": 4, "use_parallel_block": True, "use_qk_norm": False}),
+    ("exaone4", {"sliding_window_pattern": 4, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
+    ("exaone4", {"sliding_window_pattern": "LLLG", "layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
+    ("olmoe", {"clip_qkv": None}),
     ("llama", {"rope_scaling": {}}),
     ("llama", {"rope_parameters": {"rope_type": "default", "type": "default", "rope_theta": 10000.0}}),
     ("olmo3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
@@ -198,6 +214,26 @@ MORE = [
     ("qwen3", {"use_qk_norm": False}, "use_qk_norm: false is not supported"),
     ("phi3", {"full_attn_mod": 2}, "full_attn_mod: 2 is not supported"),
     ("starcoder2", {"norm_type": "rms_norm"}, "norm_type: 'rms_norm' is not supported"),
+    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: 8.0 is not supported. Supported: null"),
+    ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list: another kind of attention than 1"),
+    ("minimax_m2", {"num_hidden_layers": 10**9, "attn_type_list": [1]}, "num_hidden_layers: 1000000000 is not a number of layers"),
+    ("minimax_m2", {"shared_intermediate_size": 16}, "shared_intermediate_size: 16: jgt does not know this key"),
+    ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias: false is not supported"),
+    ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not supported. Supported: 'sigmoid'"),
+    ("glm4_moe", {"n_routed_experts": 4, "num_local_experts": 8}, "n_routed_experts: 4, but num_local_experts: 8 says the same"),
+    ("glm4_moe", {"topk_method": "greedy"}, "topk_method: 'greedy' is not supported"),
+    ("glm4_moe", {"moe_layer_freq": 2}, "moe_layer_freq: 2 is not supported"),
+    ("glm4_moe", {"n_group": 4, "topk_group": 2}, "topk_group: 2 experts of 2 groups are not supported: a group is worth its two best"),
+    ("glm4_moe", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers must be a number above 0, not -1"),
+    ("dots1", {"routed_scaling_factor": "big"}, "routed_scaling_factor must be a number above 0, not 'big'"),
+    (
+        "qwen2_moe",
+        {"shared_expert_intermediate_size": 24},
+        "shared_expert_intermediate_size: 24 is not a multiple of moe_intermediate_size 16",
+    ),
+    ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step: 2 is not supported"),
+    ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern: 'LLLG' is not supported without layer_types"),
+    ("cohere2", {"sliding_window_pattern": 4, "layer_switch": 2}, "sliding_window_pattern: 4, but layer_switch: 2 says the same"),
     ("cohere", {"use_qk_norm": True}, "use_qk_norm: true is not supported"),
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm: true is not supported"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights: false is not supported"),
@@ -262,8 +298,9 @@ def test_one_unknown_kind_of_positions_is_one_line(kind):
     assert problem == f"config.json: rope_scaling: '{kind}' is not supported. Supported: default, linear, llama3, longrope, yarn, dynamic"
 
 
-# Of training, of generation, and a length that only scaled positions read.
+# Of training, of generation, layers of which no logits come, and a length that only scaled positions read.
 SILENT = {
+    *("num_mtp_layers", "attention_dropout", "residual_dropout"),
     *("architectures", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp", "return_dict", "use_cache"),
     *("attn_pdrop", "embd_pdrop", "resid_pdrop", "classifier_dropout", "router_aux_loss_coef", "original_max_position_embeddings"),
     *("summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
@@ -383,6 +420,50 @@ def test_dynamic_is_plain_up_to_the_original_length_and_refused_above():
     np.testing.assert_array_equal(rotate(x, config, LayerFlags(), rows), rotate(x, other, LayerFlags(), rows))
     bind(Node.of({**keys, "seq": 257}, "run.yaml", "model"), ModelConfig, problems)
     assert "the original length 256, which jgt does not do. Use 256 at most" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "options"),
+    [
+        ("exaone4", {"sliding_window": None}, {"window": None, "unrotated_layers": []}),
+        ("exaone4", {"sliding_window": None, "sliding_window_pattern": 0}, {"window": None, "unrotated_layers": []}),
+        ("exaone4", {"sliding_window": 8}, {"window": 8, "full_layers": [3], "unrotated_layers": [3]}),
+        ("exaone4", {"layer_types": ["full_attention"] * 4}, {"window": None, "unrotated_layers": [0, 1, 2, 3]}),
+        ("cohere2", {}, {"window": 4096, "full_layers": [3], "unrotated_layers": [3], "tied": True, "logits_scale": 0.0625}),
+        ("cohere2", {"sliding_window": None}, {"window": None, "unrotated_layers": [0, 1, 2, 3]}),
+        ("dots1", {"max_window_layers": 1}, {"window": 4096, "full_layers": [0]}),
+        ("dots1", {}, {"window": None}),
+        ("glm4_moe", {}, {"rope_share": 0.5, "norm_eps": 1e-5, "qk_norm": None}),
+        ("minimax_m2", {}, {"rope_theta": 5e6, "head_dim": 128, "rope_share": 1.0}),
+        ("minimax_m2", {"rotary_dim": 64}, {"rope_share": 0.5}),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 32}, {"biases": ["qkv"]}),
+        ("seed_oss", {}, {"biases": ["qkv"], "head_dim": 128}),
+        ("ernie4_5", {}, {"biases": [], "tied": True, "rope_theta": 5e5, "head_dim": 128}),
+        ("helium", {}, {"norm_eps": 1e-8, "rope_theta": 1e5, "head_dim": 128}),
+    ],
+    ids=str,
+)
+def test_a_family_has_the_defaults_of_its_class(family, changes, options):
+    found = keys_of(family, **changes)
+    assert {name: found.get(name) for name in options} == options
+
+
+def test_the_experts_of_a_family_have_the_defaults_of_its_class():
+    chosen = ("score", "balance", "normalized", "shared", "shared_gate", "first_dense", "result_scale")
+    told = {family: keys_of(family)["experts"] for family in ("qwen2_moe", "olmoe", "glm4_moe", "dots1", "minimax_m2")}
+    found = {family: tuple(experts.get(name) for name in chosen) for family, experts in told.items()}
+    assert found == {
+        "qwen2_moe": (None, "batch", False, 352, True, None, None),
+        "olmoe": (None, "batch", False, None, None, None, None),
+        "glm4_moe": ("sigmoid", "bias", True, 1, None, 1, 1.0),
+        "dots1": ("sigmoid", "bias", False, 0, None, 0, 1.0),
+        "minimax_m2": ("sigmoid", "bias", True, None, None, None, None),
+    }
+
+
+def test_layers_behind_the_last_one_are_left_out():
+    found = described_by(least("glm4_moe", num_nextn_predict_layers=2), PLACE)
+    assert found.others == ("model.layers.4.", "model.layers.5.")
 
 
 def test_one_chosen_expert_is_that_of_the_class():

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from jgt.document import Bound
 
-from ...settings.numbers import NotNegative
+from ...settings.numbers import NotNegative, Positive
 
 Experts = Annotated[int, Bound(low=1, high=100_000)]
 
@@ -36,8 +36,10 @@ class ExpertsConfig:
     choose: the number of experts that a token goes through.
     shared: the width of an MLP that all tokens go through as well, in widths of an expert; 0: none.
     ffn: the width of an expert; null: the width of the MLP.
+    shared_gate: whether that MLP's result is multiplied by a gate, the sigmoid of a projection of each token.
     score: what makes scores of the router's logits.
     normalized: whether the scores of a token's chosen experts are divided by their sum; null: if there are several.
+    result_scale: a factor of the results of the chosen experts.
     groups: limits a token to some groups of experts; null: no limit.
     balance: what keeps the load of experts equal. bias: a bias of the choice, adjusted after each step; sequence, batch: a loss.
     balance_rate: the step of the bias, or the factor of the loss; null: 0.001 for bias, 0.01 for a loss.
@@ -49,8 +51,10 @@ class ExpertsConfig:
     choose: Experts = 2
     shared: Annotated[int, Bound(low=0, high=10_000)] = 0
     ffn: Annotated[int, Bound(low=1, high=10_000_000)] | None = None
+    shared_gate: bool = False
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalized: bool | None = None
+    result_scale: Positive = 1.0
     groups: GroupsConfig | None = None
     balance: Literal["bias", "sequence", "batch", "none"] = "bias"
     balance_rate: NotNegative | None = None
@@ -81,6 +85,8 @@ class ExpertsConfig:
         """More experts chosen than there are, and groups that do not fit."""
         if self.choose > self.count:
             yield "choose", f"{self.choose} of count {self.count} experts cannot be chosen. Use {self.count} at most"
+        if self.shared_gate and not self.shared:
+            yield "shared_gate", "there is no shared MLP whose result a gate could multiply. Give shared, or leave it out"
         if self.groups is not None:
             yield from self._group_problems(self.groups)
 

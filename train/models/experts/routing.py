@@ -32,7 +32,7 @@ def route(logits: jax.Array, bias: jax.Array | None, config: ExpertsConfig) -> t
     if config.is_normalized:
         # Affinities may all be 0 in f32.
         scale = scale / (jnp.sum(scale, axis=-1, keepdims=True) + 1e-20)
-    return choice, scale
+    return choice, scale if config.result_scale == 1 else scale * config.result_scale
 
 
 def scores_of(logits: jax.Array, config: ExpertsConfig) -> jax.Array:

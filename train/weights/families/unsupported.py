@@ -18,13 +18,14 @@ UNQUANTISED = "the model that they were made from: `model.base_dtype: nf4` quant
 _LACKING: Mapping[str, str] = {
     "attention with sinks": "gpt_oss mimo_v2_flash",
     "chunked attention, and experts whose input is scaled": "llama4 llama4_text",
-    "experts with a router of their own, with dense layers or shared experts": "bailing_moe dbrx dots1 ernie4_5_moe flex_olmo glm4_moe "
-    "granitemoe granitemoeshared hunyuan_v1_moe minimax_m2 olmoe phimoe qwen2_moe solar_open step3p5 step3p7",
-    "images, audio or other inputs": "gemma3 llava mistral3 mllama phi4mm pixtral qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe smolvlm",
+    "experts with a router of their own, with dense layers or shared experts": "bailing_moe dbrx ernie4_5_moe flex_olmo granitemoe "
+    "granitemoeshared hunyuan_v1_moe phimoe solar_open step3p5 step3p7",
+    "images, audio or other inputs": "llava mllama phi4mm pixtral smolvlm",
     "layers of several sizes, or embeddings in each layer": "gemma3n gemma3n_text gemma4 gemma4_text nemotron-nas",
     "linear attention, such as gated delta nets": "kimi_linear minimax olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_text qwen3_next",
     "multi-head latent attention": "deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 kimi_k25 longcat_flash minicpm3 mistral4 youtu",
     "multi-token prediction": "mimo",
+    "norms without parameters": "olmo",
     "sparse or compressed attention, or hyper-connections": "deepseek_ref deepseek_v32 deepseek_v4 glm_moe_dsa kimi_k3 minimax_m3",
     "state-space or convolution layers": "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 lfm2_moe mamba mamba2 nemotron_h zamba2",
     "tokens that see the ones after them": "bert deberta_v2 distilbert modernbert roberta t5 xlm_roberta",
@@ -38,8 +39,8 @@ def why_unsupported(kind: str, families: Iterable[str]) -> str:
     allowed = f"Supported: {', '.join(known)}"
     if lacking := [what for what, kinds in _LACKING.items() if kind in kinds.split()]:
         return f" is an architecture that jgt does not have: {lacking[0]}. {allowed}"
-    # The digits tell one generation from another, and what is longer than a slip is another architecture.
-    close = [name for name in known if _digits(name) == _digits(kind) and abs(len(name) - len(kind)) < 2]
+    # The digits tell one generation from another, the first letter one laboratory, and what is longer than a slip is another architecture.
+    close = [name for name in known if (name[0], _digits(name)) == (kind[:1], _digits(kind)) and abs(len(name) - len(kind)) < 2]
     return f" is not known. {f'{nearest(kind, close, lists=False)} '.lstrip()}{allowed}"
 
 

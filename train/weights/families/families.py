@@ -13,17 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .family import QKV, Family, attention_biases, experts, shared, windowed, windowed_everywhere, words
+from jgt.document import shown
+
+from .family import QKV, Family, attention_biases, period_of, qwen_window, shared, unrotated, windowed, windowed_everywhere, words
 from .layer_norms import LAYER_NORMS
+from .mixtures import MIXTURES
 
 _FUSED_MLP = dict.fromkeys(("mlp/gate_proj", "mlp/up_proj"), "mlp.gate_up_proj")
 _TWO_NORMS = {"attn_post": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm", "mlp_post": "post_feedforward_layernorm"}
-
-
-def _expert_names(prefix: str, gate: str, up: str, down: str) -> dict[str, str]:
-    names = {"gate": gate, "up": up, "down": down}
-    matrices = {f"moe/experts/{ours}": f"{prefix}.experts.{{e}}.{theirs}.weight" for ours, theirs in names.items()}
-    return {**matrices, "moe/router": f"{prefix}.gate"}
 
 
 def _llama(k: Any, **defaults: Any) -> dict[str, Any]:
@@ -54,27 +51,13 @@ _MINISTRAL3_ROPE = {
 """The positions of the class, where a file says nothing of them."""
 
 
-def _qwen_window(k: Any) -> int | None:
-    # Published files have a window that is not used.
-    size = k.unless_absent("sliding_window", 4096)
-    return size if k.get("use_sliding_window", False) else None
-
-
 def _qwen(k: Any) -> dict[str, Any]:
-    first, size = k.get("max_window_layers", 28, may_be_zero=True), _qwen_window(k)
+    first, size = k.get("max_window_layers", 28, may_be_zero=True), qwen_window(k)
     return {**shared(k), **windowed(k, size, lambda n: size is None or n < first)}
 
 
 def _qwen3(k: Any) -> dict[str, Any]:
     return {**_qwen(k), "biases": attention_biases(k), "qk_norm": "head"}
-
-
-def _qwen3_moe(k: Any) -> dict[str, Any]:
-    k.ignore("max_window_layers")
-    k.either("num_experts", "num_local_experts")
-    count = "num_local_experts" if "num_local_experts" in k.values else "num_experts"
-    made = {**shared(k), **windowed_everywhere(k, _qwen_window(k)), "biases": attention_biases(k), "qk_norm": "head"}
-    return {**made, **experts(k, count, ffn=k.need("moe_intermediate_size"), normalized=k.get("norm_topk_prob", False))}
 
 
 def _gemma(k: Any, act_key: str = "hidden_act", **defaults: Any) -> dict[str, Any]:
@@ -118,12 +101,32 @@ def _olmo3(k: Any) -> dict[str, Any]:
     return made if "window" in made else {**made, "window_theta": None}
 
 
+def _exaone4(k: Any) -> dict[str, Any]:
+    size, period = k.unless_absent("sliding_window", 4096), k.values.get("sliding_window_pattern")
+    # A text, LLLG, has the list of layers beside it. Without a window it says nothing.
+    k.ignore("sliding_window_pattern")
+    if not isinstance(period, int) and period is not None and size is not None and not k.values.get("layer_types"):
+        k.problems.append(f"sliding_window_pattern: {shown(period)} is not supported without layer_types. Use a number")
+    made = {**shared(k, eps=1e-5), **windowed(k, size, period_of(period if isinstance(period, int) else 4))}
+    return {**made, "qk_norm": "head", "norm_place": "after", "unrotated_layers": unrotated(k, size, made)}
+
+
 def _smollm3(k: Any) -> dict[str, Any]:
     k.ignore("sliding_window", "max_window_layers", "layer_types")
     interval = k.get("no_rope_layer_interval", 4)
     # 1 for a layer with positions, 0 for one without.
     rotates = k.by_layer("no_rope_layers", lambda n: int((n + 1) % interval != 0))
     return {**_llama(k, tied=True, theta=2_000_000.0), "unrotated_layers": [n for n, one in enumerate(rotates) if not one]}
+
+
+def _glm(k: Any) -> dict[str, Any]:
+    biases = ["qkv"] if k.get("attention_bias", True) else []
+    return {**shared(k, share=0.5, head_dim=128, eps=1.5625e-7), "biases": biases, "rope_pairs": "neighbours"}
+
+
+def _seed_oss(k: Any) -> dict[str, Any]:
+    told = {"qkv": k.get("attention_bias", True), "out": k.get("attention_out_bias", False), "mlp": k.get("mlp_bias", False)}
+    return {**shared(k, head_dim=128), "biases": [name for name, is_there in told.items() if is_there]}
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -135,21 +138,8 @@ FAMILIES: Mapping[str, Family] = {
         has=words("layer_types"),
     ),
     "ministral3": Family(architecture="Ministral3ForCausalLM", options=_ministral3),
-    "mixtral": Family(
-        architecture="MixtralForCausalLM",
-        options=lambda k: {**_mistral(k, eps=1e-5, theta=1e6), **experts(k, "num_local_experts")},
-        has=words("num_local_experts"),
-        names=_expert_names("block_sparse_moe", "w1", "w3", "w2"),
-    ),
     "qwen2": Family(architecture="Qwen2ForCausalLM", options=lambda k: {**_qwen(k), "biases": ["qkv"]}, has=words("layer_types")),
     "qwen3": Family(architecture="Qwen3ForCausalLM", options=_qwen3, only={"use_qk_norm": True}, has=words("layer_types")),
-    "qwen3_moe": Family(
-        architecture="Qwen3MoeForCausalLM",
-        options=_qwen3_moe,
-        only={"decoder_sparse_step": 1, "mlp_only_layers": [], "use_qk_norm": True},
-        has=words("num_experts"),
-        names=_expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
-    ),
     "gemma": Family(architecture="GemmaForCausalLM", options=_gemma, only={"attention_bias": False}),
     "gemma2": Family(
         architecture="Gemma2ForCausalLM", options=_gemma2, only={"attention_bias": False}, has=words("layer_types"), names=_TWO_NORMS
@@ -193,14 +183,38 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "glm4": Family(
         architecture="Glm4ForCausalLM",
-        options=lambda k: {
-            **shared(k, share=0.5, head_dim=128, eps=1.5625e-7),
-            "biases": ["qkv"] if k.get("attention_bias", True) else [],
-            "rope_pairs": "neighbours",
-            "norm_place": "both",
-        },
+        options=lambda k: {**_glm(k), "norm_place": "both"},
         has=words("partial_rotary_factor"),
         names={**_FUSED_MLP, "attn_post": "post_self_attn_layernorm", "mlp_post": "post_mlp_layernorm"},
+    ),
+    "glm": Family(
+        architecture="GlmForCausalLM",
+        options=lambda k: {**_glm(k), "norm_place": "before"},
+        has=words("partial_rotary_factor"),
+        names={**_FUSED_MLP},
+    ),
+    "seed_oss": Family(
+        architecture="SeedOssForCausalLM",
+        options=_seed_oss,
+        writes=lambda c: {"attention_out_bias": "out" in c.biases},
+    ),
+    "exaone4": Family(architecture="Exaone4ForCausalLM", options=_exaone4, has=words("layer_types"), names=_TWO_NORMS),
+    "ernie4_5": Family(
+        architecture="Ernie4_5ForCausalLM",
+        options=lambda k: {
+            **shared(k, tied=True, eps=1e-5, theta=5e5, head_dim=128),
+            "biases": ["qkv", "out", "mlp"] if k.get("use_bias", False) else [],
+            "rope_pairs": "neighbours",
+        },
+        writes=lambda c: {"use_bias": bool(c.biases)},
+    ),
+    "helium": Family(
+        architecture="HeliumForCausalLM",
+        options=lambda k: {
+            **shared(k, eps=1e-8, theta=1e5, head_dim=128),
+            "biases": [*(["qkv"] if k.get("attention_bias", False) else []), *(["mlp"] if k.get("mlp_bias", False) else [])],
+            "rope_pairs": "neighbours",
+        },
     ),
     "granite": Family(
         architecture="GraniteForCausalLM",
@@ -218,6 +232,7 @@ FAMILIES: Mapping[str, Family] = {
             "logits_scaling": 1 / c.logits_scale,
         },
     ),
+    **MIXTURES,
     **LAYER_NORMS,
 }
 """By `model_type`. A new family is a row here, or one of those with layer norms."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from jgt.document import shown
 
-from ..models.config import ModelConfig
+from ...models.config import ModelConfig
 
 HIDDEN_ACTS = {
     "silu": "silu",
@@ -225,17 +225,28 @@ def windowed(k: Any, size: int | None, is_full: Callable[[int], bool] = lambda n
     return {} if size is None or len(full) == len(types) else {"window": size, "full_layers": full}
 
 
+def period_of(number: int) -> Callable[[int], bool]:
+    """Whether a layer is the last one of a period of so many."""
+    return lambda n: (n + 1) % max(number, 1) == 0
+
+
+def unrotated(k: Any, size: int | None, made: Mapping[str, Any]) -> list[int]:
+    """The layers without positions, of a family whose layers with a window alone have them. made: the result of `windowed`."""
+    return [] if size is None else made.get("full_layers", [n for n, _ in enumerate(k.by_layer("layer_types", lambda n: ""))])
+
+
 def windowed_everywhere(k: Any, size: int | None) -> dict[str, Any]:
     """A window in all layers: the classes of these families do not read `layer_types`, which some files have."""
     k.ignore("layer_types")
     return {} if size is None else {"window": size, "full_layers": []}
 
 
+def qwen_window(k: Any) -> int | None:
+    """The window of a Qwen: published files have one that is not used."""
+    size = k.unless_absent("sliding_window", 4096)
+    return size if k.get("use_sliding_window", False) else None
+
+
 def attention_biases(k: Any) -> list[str]:
     """The biases of attention's four matmuls, which a family has together or not at all."""
     return ["qkv", "out"] if k.get("attention_bias", False) else []
-
-
-def experts(k: Any, count: str, **more: Any) -> dict[str, Any]:
-    """The experts, whose number is that of a key. Also the score of a single chosen one is divided by itself, unless `more` says not."""
-    return {"experts": {"count": k.need(count), "choose": k.need("num_experts_per_tok"), "balance": "batch", "normalized": True, **more}}

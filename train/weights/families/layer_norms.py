@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .family import HIDDEN_ACTS, QKV, Family, attention_biases, shared, windowed_everywhere, words
+from .family import HIDDEN_ACTS, QKV, Family, attention_biases, period_of, shared, unrotated, windowed, windowed_everywhere, words
 
 
 def _neox(k: Any) -> dict[str, Any]:
@@ -40,6 +40,24 @@ def _starcoder2(k: Any) -> dict[str, Any]:
     made = shared(k, tied=True, activation="gelu_pytorch_tanh", eps=1e-5, eps_key="norm_epsilon")
     made |= {**windowed_everywhere(k, k.get("sliding_window")), "norm": "layer", "gated": False}
     return {**made, "biases": ["qkv", "out", "mlp"] if k.get("use_bias", True) else []}
+
+
+def _cohere(k: Any, theta: float) -> dict[str, Any]:
+    return {
+        **shared(k, tied=True, eps=1e-5, eps_key="layer_norm_eps", theta=theta),
+        "norm": "layer_unbiased",
+        "biases": attention_biases(k),
+        "parallel": "one_norm",
+        "rope_pairs": "neighbours",
+        "logits_scale": k.get("logit_scale", 0.0625),
+    }
+
+
+def _cohere2(k: Any) -> dict[str, Any]:
+    size, period = k.unless_absent("sliding_window", 4096), k.either("sliding_window_pattern", "layer_switch", 4)
+    made = windowed(k, size, period_of(period))
+    # Also without the size of a window, full layers are those that have no positions.
+    return {**_cohere(k, 10_000.0), **made, "unrotated_layers": unrotated(k, size or 1, made)}
 
 
 LAYER_NORMS: Mapping[str, Family] = {
@@ -84,16 +102,24 @@ LAYER_NORMS: Mapping[str, Family] = {
     ),
     "cohere": Family(
         architecture="CohereForCausalLM",
-        options=lambda k: {
-            **shared(k, tied=True, eps=1e-5, eps_key="layer_norm_eps", theta=500_000.0),
-            "norm": "layer_unbiased",
-            "biases": attention_biases(k),
-            "parallel": "one_norm",
-            "rope_pairs": "neighbours",
-            "logits_scale": k.get("logit_scale", 0.0625),
-        },
+        options=lambda k: _cohere(k, 500_000.0),
         only={"use_qk_norm": False},
         writes=lambda c: {"logit_scale": c.logits_scale},
+        lacks=words("head_dim"),
+    ),
+    "cohere2": Family(
+        architecture="Cohere2ForCausalLM",
+        options=_cohere2,
+        only={
+            "order_of_interleaved_layers": "local_attn_first",
+            "position_embedding_type": "rope_gptj",
+            "rotary_pct": 1.0,
+            "use_embedding_sharing": True,
+            "use_gated_activation": True,
+            "use_parallel_block": True,
+        },
+        writes=lambda c: {"logit_scale": c.logits_scale},
+        has=words("layer_types"),
         lacks=words("head_dim"),
     ),
     "stablelm": Family(
