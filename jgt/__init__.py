@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jgt import signal
     from jgt.adapters.matrices import Matrix as Matrix
     from jgt.adapters.packed import Packing as Packing
+    from jgt.api.found import rules_of
     from jgt.api.jitted import verify_jit
     from jgt.api.shard import init, place, shard
     from jgt.api.verify import Verification, verify
@@ -51,6 +52,7 @@ quiet_plugin()
 _NAMES = {
     "jgt.adapters.matrices": ("Matrix",),
     "jgt.adapters.packed": ("Packing",),
+    "jgt.api.found": ("rules_of",),
     "jgt.api.jitted": ("verify_jit",),
     "jgt.api.shard": ("init", "place", "shard"),
     "jgt.api.verify": ("Verification", "verify"),
@@ -93,6 +95,7 @@ __all__ = [
     "make_rules",
     "place",
     "plan",
+    "rules_of",
     "run",
     "shard",
     "signal",

@@ -55,7 +55,8 @@ SHIPPED = sorted((ROOT / "configs/rules").glob("*.yaml"))
 PIPELINE, PLAN, RELIABILITY = ROOT / "docs/pipeline.md", ROOT / "docs/plan.md", ROOT / "docs/reliability.md"
 NOTEBOOK, OWN, SCALING = ROOT / "docs/notebook.md", ROOT / "docs/own.md", ROOT / "docs/scaling.md"
 HOOKS, EXPERTS, CONTEXT = ROOT / "docs/hooks.md", ROOT / "docs/experts.md", ROOT / "docs/context.md"
-WEIGHTS, PUBLISHED = ROOT / "docs/weights.md", ROOT / "docs/published.md"
+SHARDED = ROOT / "docs/sharded.md"
+WEIGHTS, PUBLISHED, NO_RULES = ROOT / "docs/weights.md", ROOT / "docs/published.md", ROOT / "docs/no-rules.md"
 needs_plan_gpu = pytest.mark.skipif(
     jax.__version__ != "0.10.2" or not find_spec("jax_cuda13_plugin"), reason="shown for this version, with the extra plan-gpu"
 )
@@ -135,6 +136,24 @@ def test_the_python_page_has_every_public_name():
     assert set(re.findall(r"jgt\.(\w+)", headings)) == set(jgt.__all__)
 
 
+def test_the_model_without_rules_is_split_as_its_page_says(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    vit, own_loop = blocks(NO_RULES, "python")
+    Path("vit.py").write_text(vit)
+    Path("run.yaml").write_text(blocks(NO_RULES, "yaml")[0])
+    assert jgt_main(["check", "run.yaml", "--code", "vit.py"]) == 0
+    assert re.search(r"^    (jgt:fsdp splits .*)$", NO_RULES.read_text(), re.MULTILINE)[1] in capsys.readouterr().out
+    assert jgt_main(["rules", "run.yaml", "--code", "vit.py"]) == 0
+    (shown,) = blocks(NO_RULES, "text")
+    assert capsys.readouterr().out == shown
+    Path("rules.yaml").write_text(shown)
+    assert jgt_main(["check", "run.yaml", "--code", "vit.py", "rules=rules.yaml"]) == 0
+    names = {}
+    for example in (vit, own_loop):
+        exec(compile(example, "docs/no-rules.md", "exec"), names)
+    assert not names["gradients"].blocks[0].up.kernel[...].sharding.is_fully_replicated
+
+
 def test_no_python_stands_elsewhere():
     """Each page with Python has a test that runs it."""
     assert {page for page in PAGES if blocks(page, "python")} == {
@@ -147,6 +166,8 @@ def test_no_python_stands_elsewhere():
         CONTEXT,
         WEIGHTS,
         PUBLISHED,
+        SHARDED,
+        NO_RULES,
     }
 
 

@@ -147,10 +147,11 @@ def test_a_step_is_no_argument_of_load():
         jgt.load("runs/m", step=77)
 
 
-def test_jaxs_own_mesh_is_refused_with_the_argument_that_makes_it_fit():
+def test_jaxs_own_mesh_is_taken_with_auto_axes():
     mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
-    with pytest.raises(ValueError, match=r"add axis_types=\(jax.sharding.AxisType.Auto,\) \* 2 to jax.make_mesh"):
-        jgt.shard(lambda x: x, {"default": "replicate"}, mesh)
+    sharded = jgt.shard(lambda params, x: params * x, {"params": {"**": ["tensor"]}, "default": "replicate"}, mesh)
+    spec = jax.P("tensor")
+    assert sharded.placement(jax.numpy.ones(8), 2.0).params == jax.NamedSharding(jgt.make_mesh({"data": 2, "tensor": 4}), spec)
 
 
 def test_parameters_that_do_not_fit_the_loss_are_explained():

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import EllipsisType
 from typing import Any, ParamSpec, TypeVar, cast, overload
 
 from jax.sharding import AbstractMesh, Mesh
@@ -19,8 +20,8 @@ from jgt.program.jaxpr import Program
 from jgt.program.places import Place
 from jgt.program.scopes import DEVICE_PLAN
 from jgt.replacements.replacement import Replaced, Replacement, Site
-from jgt.rules import Rules
-from jgt.sharding.checks import RulesLike
+from jgt.rules import Own, Rules
+from jgt.sharding.checks import RulesLike, ambient_mesh, as_rules
 from jgt.sharding.inputs import StateArguments
 from jgt.sharding.placement import Placement
 from jgt.sharding.sharded import Sharded
@@ -43,6 +44,8 @@ def replacements_of(rules: Rules, *, wide_gradients: bool = False, reverse_mode:
         found.append(importlib.import_module("jgt.replacements.context.context").Context(rules))
     if has_overlap:
         found.append(importlib.import_module("jgt.replacements.overlap").Overlap(rules))
+    if rules.reads == "whole":
+        found.append(importlib.import_module("jgt.replacements.whole_reads").WholeReads())
     return found
 
 
@@ -62,7 +65,7 @@ class _ExpertsWhereCalled:
 def shard(
     fn: Callable[_P, _R],
     rules: RulesLike,
-    mesh: Mesh | AbstractMesh,
+    mesh: Mesh | AbstractMesh = ...,
     *,
     partial: bool = False,
     pipeline: Staging | None = None,
@@ -70,6 +73,7 @@ def shard(
     pad: bool = False,
     wide_gradients: bool = False,
     reverse_mode: bool = False,
+    own: Own | None = None,
 ) -> Sharded[_P, _R]: ...
 
 
@@ -85,13 +89,14 @@ def shard(
     pad: bool = False,
     wide_gradients: bool = False,
     reverse_mode: bool = False,
+    own: Own | None = None,
 ) -> Callable[_P, _R]: ...
 
 
 def shard(
     fn: Callable[_P, _R],
     rules: RulesLike | None,
-    mesh: Mesh | AbstractMesh | None,
+    mesh: Mesh | AbstractMesh | EllipsisType | None = ...,
     *,
     partial: bool = False,
     pipeline: Staging | None = None,
@@ -99,6 +104,7 @@ def shard(
     pad: bool = False,
     wide_gradients: bool = False,
     reverse_mode: bool = False,
+    own: Own | None = None,
 ) -> Callable[_P, _R]:
     """`fn` rewritten by rules: the same signature, values and gradients, laid out over a mesh.
 
@@ -109,8 +115,10 @@ def shard(
     signal and named tensors get constraints; the gradient of a parameter is laid out like its optimizer state.
 
     fn: its first argument contains the parameters.
-    rules: Rules, the path of a rules file, or the mapping that such a file contains. None: `fn` itself is returned.
-    mesh: the mesh of the devices, or of hardware elsewhere. None: `fn` itself is returned.
+    rules: Rules, the path of a rules file or the name of a shipped one (`jgt:fsdp`), or the mapping that such a file contains. None: `fn`
+    itself is returned.
+    mesh: the mesh of the devices, or of hardware elsewhere; left out, the one that `jax.set_mesh` has set. Explicit axes become Auto. None:
+    `fn` itself is returned.
     partial: whether `fn` is only a part of the program that the rules describe (inference without a loss). Otherwise a rule that matches
     nothing is an error.
     pipeline: runs the layer scan under its signal over stages. The function's results are then sums and means over the batch, and only the
@@ -121,6 +129,7 @@ def shard(
     pad: whether a parameter may have dims that their axes do not divide. Such parameters are stored padded (`storage`).
     wide_gradients: whether devices add up the gradients of matrices and tables in f32, whatever type `fn` multiplies them in. A pipeline
     has the type of its sums in its config.
+    own: what becomes of the layouts that `fn` asks for itself; by default what the rules say.
     reverse_mode: whether the result is differentiated by `jax.grad` and `jax.vjp` alone, not by `jax.jvp`. Matmuls then have derivatives of
     their own where these are faster, which is on CPUs.
 
@@ -128,6 +137,8 @@ def shard(
     """
     if rules is None or mesh is None:
         return fn
+    mesh = ambient_mesh() if mesh is ... else mesh
+    rules = as_rules(rules) if own is None else replace(as_rules(rules), own=own)
     replacements = functools.partial(replacements_of, wide_gradients=wide_gradients, reverse_mode=reverse_mode)
     return Sharded(fn, rules, mesh, replacements, partial=partial, pipeline=pipeline, state=state, pad=pad)
 

@@ -24,6 +24,7 @@ from jgt.api.comparison import Comparison
 from jgt.api.reference import NamedArrays, errors_of, numbers_of
 from jgt.api.shard import shard
 from jgt.document import InputError
+from jgt.program.places import no_mesh_set
 from jgt.sharding.checks import RulesLike
 from jgt.sharding.inputs import StateArguments
 from jgt.sharding.partitioner import Avoided, avoided_faults
@@ -97,7 +98,8 @@ class Verification:
         comparison = Comparison(arguments, planned, mesh)
         errors, wrong, first = dict[str, float](), list[str](), ""
         expected, found = NamedArrays(), NamedArrays()
-        with avoided_faults() as avoided:
+        # The plain program runs on one device, whatever mesh is set.
+        with no_mesh_set(), avoided_faults() as avoided:
             for draw in comparison.draws:
                 expected, found = comparison.results(draw)
                 new, wrong = errors_of(expected, found), list[str]()

@@ -73,6 +73,7 @@ _OWN = {
     "check": Command(purpose="check the rules against the mesh and the shapes, without devices", place=".run.__main__:check"),
     "verify": Command(purpose="show that the layout changes no number, on virtual devices", place=".run.__main__:verify"),
     "conformance": Command(purpose="search JAX for programs that it computes wrongly over devices", place="jgt.conformance.__main__"),
+    "rules": Command(purpose="write the rules of a run, or the layout that a program has, as a rules file", place=".commands.rules:rules"),
     "plan": Command(purpose="show what XLA does with the training step, also for GPUs that you do not have", place=".plan.__main__"),
     "inspect": Command(purpose="show which model a folder of Hugging Face describes", place=".run.__main__:inspect"),
     "eval": Command(purpose="evaluate a model: on held-out data, on texts or on tasks", place=".commands.evaluate"),

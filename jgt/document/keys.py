@@ -15,9 +15,9 @@ from typing import Any
 
 
 def keys_of(cls: type[Any]) -> list[dataclasses.Field[Any]]:
-    """The fields of a class that are keys of a file. Its owner sets those without init; `bind` sets the place and the name."""
+    """The fields of a class that are keys of a file. Its owner sets those without init or comparison, `bind` place and name."""
     set_by_bind = ("where", getattr(cls, "NAME", None))
-    return [field for field in dataclasses.fields(cls) if field.init and field.name not in set_by_bind]
+    return [field for field in dataclasses.fields(cls) if field.init and field.compare and field.name not in set_by_bind]
 
 
 def is_required(field: dataclasses.Field[Any]) -> bool:

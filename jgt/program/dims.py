@@ -26,7 +26,7 @@ def partition_spec(dims: Dims, *, free: int = 0) -> PartitionSpec:
 
 def sharding_dims(sharding: NamedSharding, rank: int) -> Dims:
     """The dims of the sharding of an array of this rank; () also for a dim that the sharding leaves to the partitioner."""
-    entries: Sequence[object] = [*sharding.spec, *[None] * rank][:rank]
+    entries: Sequence[object] = [*sharding.spec.partitions, *[None] * rank][:rank]
     return tuple((e,) if isinstance(e, str) else cast(tuple[str, ...], e) if isinstance(e, tuple) else () for e in entries)
 
 

@@ -14,6 +14,7 @@ and `with_body` hide the difference. The params of a hijax primitive are inside 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -155,6 +156,23 @@ def with_variables(program: Program, new: Mapping[Var, Var], eqns: Sequence[Equa
     return _with(program, invars=invars, eqns=list(eqns), outvars=outvars)
 
 
+def retyped(program: Program, **parts: Any) -> Program:
+    """A program made of these constvars, invars, eqns and outvars, whose constants are on no mesh."""
+    inner = _marked(body(program).replace(**parts))
+    if body(program) is program:
+        return inner
+    return program.replace(jaxpr=inner, consts=[plain_value(x) for x in constants(program).values()])
+
+
+def plain_value(x: Any) -> Any:
+    """A value that a program contains, without a type that names a mesh."""
+    if isinstance(x, jax.Array):
+        is_array = not isinstance(x, Tracer) and not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
+        return jax.device_get(x) if is_array and jax.typeof(x).sharding.mesh.axis_names else x
+    # JAX's kind of NumPy array remembers its type. A view of it forgets that, and asks for it again where it is read.
+    return x.view() if hasattr(x, "view") else x
+
+
 def params_of(equation: Equation) -> dict[str, Any]:
     """The params of an equation. A hijax primitive is an object with params of its own, and the only param of its equation."""
     return getattr(equation.params.get("_prim"), "params", equation.params)
@@ -184,13 +202,17 @@ def subprograms(equation: Equation) -> Iterator[Program]:
     return (item for item in param_items(equation) if isinstance(item, jex.Jaxpr | jex.ClosedJaxpr))
 
 
-def map_subprograms(equation: Equation, change: Callable[[Program], Program]) -> Equation:
+Around = Callable[[], contextlib.AbstractContextManager[object]]
+"""Makes a context for the trace of a rule that is traced when it is needed."""
+
+
+def map_subprograms(equation: Equation, change: Callable[[Program], Program], around: Around = contextlib.nullcontext) -> Equation:
     """An equation with `change` applied to every program in it; the same object if it returned each program unchanged."""
     old = params_of(equation)
     params = {key: _mapped(value, lambda x: change(x) if isinstance(x, jex.Jaxpr | jex.ClosedJaxpr) else x) for key, value in old.items()}
     if all(params[key] is value for key, value in old.items()):
         return equation
-    _map_derivative_rules(params, change)
+    _map_derivative_rules(params, change, around)
     return with_params(equation, **params)
 
 
@@ -207,17 +229,18 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     return type(value)(new) if any(a is not b for a, b in zip(new, value, strict=True)) else value
 
 
-def _map_derivative_rules(params: dict[str, Any], change: Callable[[Program], Program]) -> None:
+def _map_derivative_rules(params: dict[str, Any], change: Callable[[Program], Program], around: Around) -> None:
     # custom_jvp and custom_vjp don't store their derivative as a program: they store a function that returns
     # (jaxpr, consts, ...) when the equation is differentiated. The change has to wait until then.
     for key in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk"):
         if key in params:
-            params[key] = lu.wrap_init(_changed_rule(params[key], change), debug_info=params[key].debug_info)
+            params[key] = lu.wrap_init(_changed_rule(params[key], change, around), debug_info=params[key].debug_info)
 
 
-def _changed_rule(rule: Any, change: Callable[[Program], Program]) -> Callable[..., Any]:
+def _changed_rule(rule: Any, change: Callable[[Program], Program], around: Around) -> Callable[..., Any]:
     def changed(*zeros: Any) -> Any:
-        program, *rest = rule.call_wrapped(*zeros)
+        with around():
+            program, *rest = rule.call_wrapped(*zeros)
         return (change(program), *rest)
 
     return changed

@@ -4,21 +4,26 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax._src import config, source_info_util
 from jax._src.core import JaxprEqnContext, get_axis_env
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jgt.program.jaxpr import Equation, line_in, source_of
-from jgt.program.scopes import MICROBATCH, PREFIX
+from jgt.program.scopes import MICROBATCH, OWN, PREFIX, RULE
 
 _T = TypeVar("_T")
 
 _VMAP = ("vmap", "Transform")
+_SIGNAL = re.compile(r"[A-Za-z0-9_.-]+")
+NO_MESH = AbstractMesh((), ())
+"""The mesh that is around what no mesh is around."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,66 @@ def context_on(equation: Equation, mesh: Mesh) -> JaxprEqnContext:
         return equation.ctx
     with equation.ctx.manager, jax.sharding.use_abstract_mesh(around.update(abstract_device=mesh.abstract_mesh.abstract_device)):
         return JaxprEqnContext()
+
+
+def under_mesh(mesh: AbstractMesh) -> contextlib.AbstractContextManager[object]:
+    """A context in which this mesh is around a trace, in place of any other."""
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def no_mesh_set() -> contextlib.AbstractContextManager[object]:
+    """A context in which no mesh is set, neither devices nor axes."""
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
+
+
+def off_explicit_axes() -> contextlib.AbstractContextManager[object]:
+    """A context that no mesh with Explicit axes is around."""
+    return under_mesh(NO_MESH) if jax.sharding.get_abstract_mesh().explicit_axes else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def one_device(mesh: AbstractMesh) -> Iterator[None]:
+    """A context with the axes of a mesh, each of size 1, in which no type names an axis."""
+    with under_mesh(mesh.update(axis_sizes=(1,) * len(mesh.axis_names))), config.remove_size_one_mesh_axis_from_type(True):
+        yield
+
+
+def off_mesh(equation: Equation) -> JaxprEqnContext:
+    """An equation's context without a mesh; inside of a shard_map, with its mesh on Auto axes."""
+    mesh = manual_mesh(equation)
+    around = NO_MESH if mesh is None else with_auto_axes(mesh)
+    with equation.ctx.manager, under_mesh(around), config.remove_size_one_mesh_axis_from_type(False):
+        return JaxprEqnContext()
+
+
+def with_auto_axes(mesh: Any) -> Any:
+    """The same mesh, or an abstract one, with Auto axes in place of Explicit ones."""
+    types = tuple(AxisType.Auto if kind == AxisType.Explicit else kind for kind in mesh.axis_types)
+    if isinstance(mesh, Mesh):
+        return mesh if types == mesh.axis_types else Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    return mesh if types == mesh.axis_types else mesh.update(axis_types=types)
+
+
+def is_manual(equation: Equation) -> bool:
+    """Whether an equation is a shard_map."""
+    return {"mesh", "in_specs", "out_specs"} <= equation.params.keys()
+
+
+def in_rule(equation: Equation) -> bool:
+    """Whether an equation is what a rule asks for."""
+    return any(element.name == RULE for element in equation.source_info.name_stack.stack)
+
+
+def scopes_as_signals(equation: Equation) -> Equation:
+    """An equation whose named scopes are signals."""
+    info = equation.source_info
+    stack = tuple(
+        element._replace(name=PREFIX + element.name)
+        if type(element).__name__ == "Scope" and _SIGNAL.fullmatch(element.name) and not element.name.startswith(OWN)
+        else element
+        for element in info.name_stack.stack
+    )
+    return equation.replace(source_info=info.replace(name_stack=type(info.name_stack)(stack))) if stack else equation
 
 
 def results_of(equation: Equation, operands: Sequence[Any]) -> list[jax.Array]:

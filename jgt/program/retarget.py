@@ -99,9 +99,7 @@ class _Values:
     def atom(self, atom: Atom) -> Atom:
         if jx.is_var(atom):
             return self._var(atom)
-        # JAX's kind of array remembers its type. A view of it forgets that, and asks for it again where it is read.
-        value = atom.val
-        return Literal(value.view(), atom.aval) if hasattr(value, "view") else atom
+        return Literal(jx.plain_value(atom.val), atom.aval)
 
     def _var(self, var: Var) -> Var:
         if var not in self._moved:

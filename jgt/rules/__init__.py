@@ -26,7 +26,7 @@ from jgt.rules.matching import (
     match_tensor,
 )
 from jgt.rules.pattern import matches, prefixes
-from jgt.rules.rules import Action, BackwardRule, ContextRule, ExpertsRule, Match, OverlapRule, Rules, SaveRule, SignalRule
+from jgt.rules.rules import Action, BackwardRule, ContextRule, ExpertsRule, Match, OverlapRule, Own, Rules, SaveRule, SignalRule, SplitRule
 from jgt.rules.spec import SpecRule, misfits
 
 __all__ = [
@@ -37,11 +37,13 @@ __all__ = [
     "ExpertsRule",
     "Match",
     "OverlapRule",
+    "Own",
     "Rules",
     "SaveRule",
     "Seen",
     "SignalRule",
     "SpecRule",
+    "SplitRule",
     "load_rules",
     "make_rules",
     "match_context",

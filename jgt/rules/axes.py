@@ -68,12 +68,16 @@ def _entry(node: Node, problems: list[str], groups: AxisGroups) -> Entry:
         return ()
     if node.value == "...":
         return ...
-    if isinstance(node.value, str):
-        return _axes(node, problems, groups)
-    if isinstance(node.value, list):
-        return tuple(axis for child in node.value for axis in _axes(child, problems, groups))
+    if isinstance(node.value, str | list):
+        return _read_axes(node, problems, groups)
     problems.append(node.problem(f"a spec entry is an axis, a list of axes, null or `...`, not {node.in_words()}"))
     return ()
+
+
+def _read_axes(node: Node, problems: list[str], groups: AxisGroups) -> tuple[str, ...]:
+    """The axes of a list of names, or of one name, each a mesh axis or a group."""
+    children = node.value if isinstance(node.value, list) else [node]
+    return tuple(axis for child in children for axis in _axes(child, problems, groups))
 
 
 def _axes(node: Node, problems: list[str], groups: AxisGroups) -> tuple[str, ...]:
@@ -92,6 +96,7 @@ _NAMES = {"type": "array", "items": _NAME}
 _DIMS = "The mesh axes of each dim: an axis, a list of axes, null for a dim that is not split, or `...` for several of those."
 
 Axis = Annotated[str, ReadBy(_read_axis, _NAME)]
+AxisNames = Annotated[tuple[str, ...], ReadBy(_read_axes, {"anyOf": [_NAME, _NAMES]})]
 Group = Annotated[tuple[str, ...], ReadBy(read_group, {"anyOf": [_NAME, _NAMES]})]
 SPEC_SCHEMA = {"description": _DIMS, "type": "array", "items": {"anyOf": [_NAME, _NAMES, {"type": "null"}]}}
 Spec = Annotated[tuple[Entry, ...], ReadBy(read_spec, SPEC_SCHEMA)]

@@ -7,16 +7,19 @@ as it does on shapes, so they can be part of a cache's key.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Annotated, ClassVar, Generic, Literal, TypeVar
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, cast
 
-from jgt.document import Bound, nearest
-from jgt.rules.axes import Axis
+from jgt.document import Bound, Node, nearest
+from jgt.rules.axes import Axis, AxisNames
 from jgt.rules.pattern import matches, matches_end, prefixes
 from jgt.rules.spec import OutSpec, SpecRule
 
 Action = Literal["keep", "recompute", "offload"]
+Own = Literal["drop", "keep"]
+_PARTS = ("overlap", "experts", "context")
+"""The rules of a signal that name one axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,29 @@ class BackwardRule:
 
     out: OutSpec = None
     tensors: tuple[SpecRule, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitRule:
+    """How the large parameters of a program are split that these rules do not fit.
+
+    params: the mesh axes that split parameters, each along a dim that suits it.
+    optimizer: the mesh axes that split optimizer state and gradients alone.
+    """
+
+    params: AxisNames = ()
+    optimizer: AxisNames = ()
+    where: str = field(default="rules", compare=False)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """See `bind`."""
+        if bool(self.params) == bool(self.optimizer):
+            yield "params", "one of params and optimizer has the axes. Write {params: [fsdp]}, or {optimizer: [data]} for the state alone"
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes of what is split."""
+        return self.params or self.optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +207,11 @@ class Rules:
     optimizer: the spec of each parameter's optimizer state and gradient, where it differs from the parameter's.
     signals: what happens at each signal, by a pattern such as `layers/*`.
     default: parameters without a rule are replicated. Without this key, they are an error.
+    own: layouts that the program itself asks for are dropped, or kept beside the rules.
+    reads: `whole`: a parameter that is split is gathered where an operation reads it. Without this key, XLA chooses.
+    otherwise: what splits large parameters without rules, or where those of a shipped file do not fit the program.
+
+    is_chosen says whether they were made by `otherwise`, for one program.
     """
 
     FOLDER: ClassVar[str] = "rules"
@@ -191,7 +222,16 @@ class Rules:
     optimizer: tuple[SpecRule, ...] = ()
     signals: tuple[SignalRule, ...] = ()
     default: Annotated[Literal["replicate"], "Leave it out so that a parameter without a rule is an error"] | None = None
+    own: Own = "drop"
+    reads: Literal["whole"] | None = None
+    otherwise: SplitRule | None = None
+    is_chosen: bool = field(default=False, compare=False)
     where: str = field(default="rules", compare=False)
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether they come with jgt, for a mesh that may lack some of their axes."""
+        return Node(None, self.where).is_shipped(self.FOLDER)
 
     def spec_rules(self) -> Iterator[SpecRule]:
         """Every spec in the rules."""
@@ -209,7 +249,8 @@ class Rules:
         """The axes that a rule splits parameters, matmuls or experts over; axes of the optimizer state alone do not count."""
         specs = [*self.params, *(spec for rule in self.signals for spec in rule.params)]
         others = [part.axis for rule in self.signals for part in (rule.overlap, rule.experts) if part is not None]
-        return frozenset(axis for spec in specs for axis in spec.axes).union(others)
+        of_others = () if self.otherwise is None else self.otherwise.params
+        return frozenset(axis for spec in specs for axis in spec.axes).union(others, of_others)
 
     @property
     def contexts(self) -> tuple[ContextRule, ...]:
@@ -250,12 +291,8 @@ class Rules:
     def axis_problems(self, axes: Iterable[str]) -> Iterator[str]:
         """A problem for each axis that a mesh with these axes does not have, at the first rule that names it."""
         known = tuple(axes)
-        named = [(rule.where, rule.pattern, axis) for rule in self.spec_rules() for axis in dict.fromkeys(rule.axes)]
-        for rule in self.signals:
-            parts = {"overlap": rule.overlap, "experts": rule.experts, "context": rule.context}
-            named += [(part.where, f"{rule.pattern}: {key}", part.axis) for key, part in parts.items() if part]
         missing: dict[str, list[str]] = {}
-        for where, what, axis in named:
+        for where, what, axis in self._axes_named():
             if axis not in known:
                 missing.setdefault(axis, []).append(f"{where}: {what}")
         for axis, (place, *others) in missing.items():
@@ -263,3 +300,39 @@ class Rules:
             remedy = "Write null for a dim that no axis splits" if axis in ("None", "none") else off
             more = f", which {len(others)} more {'rules name' if len(others) > 1 else 'rule names'}, too" if others else ""
             yield f"{place}: the mesh has no axis {axis!r}{more}. {remedy}"
+
+    def on(self, axes: Iterable[str]) -> Rules:
+        """These rules on a mesh with these axes: an axis of shipped rules that it lacks has size 1.
+
+        Not if the mesh has an axis that the rules do not name: it may be a slip for one that they do.
+        """
+        known, named = {*axes}, {axis for _, _, axis in self._axes_named()}
+        return _without(self, named - known) if self.is_shipped and known < named else self
+
+    def tree(self) -> dict[str, object]:
+        """The mapping that a file of these rules contains, without those of signals."""
+        tables = {key: {rule.pattern: rule.tree() for rule in getattr(self, key)} for key in ("inputs", "params", "optimizer")}
+        return {key: value for key, value in {**tables, "reads": self.reads, "default": self.default}.items() if value}
+
+    def _axes_named(self) -> Iterator[tuple[str, str, str]]:
+        """The file:line of each rule that names an axis, what messages call it, and the axis."""
+        for rule in self.spec_rules():
+            yield from ((rule.where, rule.pattern, axis) for axis in dict.fromkeys(rule.axes))
+        for rule in self.signals:
+            parts = {key: getattr(rule, key) for key in _PARTS}
+            yield from ((part.where, f"{rule.pattern}: {key}", part.axis) for key, part in parts.items() if part)
+        if self.otherwise is not None:
+            yield from ((self.otherwise.where, "otherwise", axis) for axis in self.otherwise.axes)
+
+
+def _without(part: Any, axes: Collection[str]) -> Any:
+    """A part of rules on a mesh on which these axes have size 1."""
+    match part:
+        case OverlapRule() | ExpertsRule() | ContextRule():
+            return None if part.axis in axes else part
+        case Rules() | SignalRule() | BackwardRule() | SpecRule() | SplitRule():
+            return replace(part, **{one.name: _without(getattr(part, one.name), axes) for one in fields(part)})
+        case tuple():
+            return tuple(_without(one, axes) for one in cast("tuple[Any, ...]", part) if one not in axes)
+        case _:
+            return part

@@ -8,6 +8,8 @@ from typing import Any
 from jgt.document.schema import Schema, file_schema, is_optional, or_null, schema_of
 from jgt.rules.load import RulesFile
 
+_SPLIT = {"params": "The axes over which parameters are split.", "optimizer": "The axes over which their optimizer state alone is split."}
+
 
 def file_schemas(sections: type[Any], keys: Mapping[str, Schema], texts: Mapping[str, str]) -> dict[str, Schema]:
     """The schemas of a run file and of a rules file, by name.

@@ -36,6 +36,10 @@ class SpecRule:
         """Every axis that the spec names."""
         return [axis for entry in self.spec if entry is not ... for axis in entry]
 
+    def tree(self) -> list[object]:
+        """The spec as a rules file has it."""
+        return ["..." if axes is ... else None if not axes else axes[0] if len(axes) == 1 else list(axes) for axes in self.spec]
+
     def fits(self, rank: int) -> bool:
         """Whether the spec can lay out a tensor of this rank: with `...` any larger rank will do."""
         return rank >= self.rank if ... in self.spec else rank == self.rank

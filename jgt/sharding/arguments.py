@@ -13,16 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import unchanged_arguments
 from jgt.program.places import mesh_around, trace_context
 from jgt.sharding.inputs import Input, KeyPath, Named, Signature, named_leaves, path_text
+from jgt.sharding.own.layout import OwnLayout
+from jgt.sharding.own.trace import explicit_mesh_of, trace_as_it_is, trace_own
 from jgt.sharding.variables import Variables, is_parameter
 
 # A scalar of numpy is an array of rank 0. A number of Python is a constant of the program.
@@ -36,12 +39,13 @@ class Traced:
     """The program of a call.
 
     program: a program from the arrays to the leaves of the result, then the new values of the arrays that the function changes in place.
-    out_tree: the tree of the result. changed: the numbers of those arrays.
+    out_tree: the tree of the result. changed: the numbers of those arrays. layouts: what the function asks for, and the program does not.
     """
 
     program: jx.Program
     out_tree: Any
     changed: tuple[int, ...] = ()
+    layouts: tuple[OwnLayout, ...] = ()
 
 
 class Arguments:
@@ -49,10 +53,18 @@ class Arguments:
 
     parameters: the arrays of the first argument that are parameters, with their key paths. inputs: all other arrays: state inside the first
     argument, and the arrays of the others. Together, in this order, they are the arguments of the traced program.
+    own: the mesh that the function is written for, if one is known.
     """
 
-    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], signature: Signature | None = None):
-        self._fn = fn
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        signature: Signature | None = None,
+        own: AbstractMesh | None = None,
+    ):
+        self._fn, self._own = fn, own
         tree = (tuple(args), dict(kwargs))
         self._leaves, self._tree = named_leaves(tree)
         self._variables = Variables(tree)
@@ -84,9 +96,9 @@ class Arguments:
         if not all(isinstance(x, _IMMUTABLE) or callable(x) for x in constants):
             return None
         # The type includes weak types and varying axes, which change the trace although shape and dtype are the same.
-        types: tuple[Hashable, ...] = tuple(jax.typeof(x) for x in self._traced_arrays())
+        types: tuple[Hashable, ...] = tuple(jax.typeof(x) for x in self._typed_arrays())
         # 1, 1.0 and True are equal, but not the same program.
-        return self._tree, self._variables.sharing(), tuple((str(type(x)), x) for x in constants), types, trace_context()
+        return self._own, self._tree, self._variables.sharing(), tuple((str(type(x)), x) for x in constants), types, trace_context()
 
     def trace(self) -> Traced:
         """The program of this call. Raises ValueError if the function changes anything in place that is not a variable of nnx."""
@@ -97,7 +109,7 @@ class Arguments:
             candidates[:] = self._changed(before, after)
             return result, [after[n] for n in candidates]
 
-        program, tree = jx.trace(run, *self._traced_arrays())
+        program, tree, layouts = trace_own(run, self._own, self._traced_arrays(), self._typed_arrays())
         num_results = tree.num_leaves - len(candidates)
         # A value that went through nnx.remat or nnx.jit is another object, but the same argument of the program.
         origins = unchanged_arguments(program)[num_results:]
@@ -109,7 +121,11 @@ class Arguments:
         kept = [*range(num_results), *(num_results + n for n in changed)]
         if len(kept) < tree.num_leaves:
             program = jx.with_results(program, kept)
-        return Traced(program=program, out_tree=tree.children()[0], changed=tuple(number[candidates[n]] for n in changed))
+        return Traced(program=program, out_tree=tree.children()[0], changed=tuple(number[candidates[n]] for n in changed), layouts=layouts)
+
+    def as_it_is(self) -> jx.Program:
+        """The program of this call with the layout that the function brings along."""
+        return trace_as_it_is(lambda *arrays: self._run(arrays)[0], self._own, self._typed_arrays())[0]
 
     def trace_rows(self, is_batched: Sequence[bool], num_rows: int, changed: Sequence[int]) -> jx.Program:
         """The program with another batch size: this many rows in every array whose first dim is the batch.
@@ -125,7 +141,7 @@ class Arguments:
             result, _, after = self._run(arrays)
             return result, [after[self._order[number]] for number in changed]
 
-        return jx.trace(run, *shapes)[0]
+        return trace_own(run, self._own, shapes, shapes)[0]
 
     def store(self, changed: Sequence[int], values: Sequence[Any]) -> None:
         """Stores the new values of arrays, by number, in the variables of the caller that they belong to."""
@@ -157,6 +173,13 @@ class Arguments:
         # A sharding names a mesh, which would tie the trace to it. Inside a shard_map the type says over which axes a value varies.
         return self.arrays if mesh_around() is not None else [_without_sharding(x) for x in self.arrays]
 
+    def _typed_arrays(self) -> list[Any]:
+        """The arrays to trace, with the types that they have on the function's own mesh."""
+        own = self._own
+        if own is None or not own.explicit_axes or mesh_around() is not None:
+            return self._traced_arrays()
+        return [x if _is_on(x, own) else _without_sharding(x) for x in self.arrays]
+
     def _run(self, arrays: Sequence[Any]) -> tuple[Any, list[Any], list[Any]]:
         """The function's result, and the leaves of its arguments before and after."""
         leaves = [x for _, x in self._leaves]
@@ -180,6 +203,26 @@ class Arguments:
         return changed
 
 
+def split_result(fn: Callable[..., Any]) -> tuple[Callable[..., list[Any]], Callable[[Sequence[Any]], Any]]:
+    """A function like this one that returns the arrays of its result alone, and one that makes the whole result of such arrays.
+
+    What is neither an array nor a number stays as it was when the first one ran last.
+    """
+    kept: list[Any] = []
+
+    def arrays_of(*args: Any) -> list[Any]:
+        leaves, tree = cast("tuple[list[Any], Any]", jax.tree.flatten(fn(*args)))
+        is_array = [isinstance(x, (*_ARRAYS, int, float, complex)) and not isinstance(x, bool) for x in leaves]
+        kept[:] = tree, is_array, [None if is_one else x for x, is_one in zip(leaves, is_array, strict=True)]
+        return [x for x, is_one in zip(leaves, is_array, strict=True) if is_one]
+
+    def whole(arrays: Sequence[Any]) -> Any:
+        (tree, is_array, others), found = kept, iter(arrays)
+        return jax.tree.unflatten(tree, [next(found) if is_one else x for x, is_one in zip(others, is_array, strict=True)])
+
+    return arrays_of, whole
+
+
 def _is_first(path: KeyPath) -> bool:
     """Whether a leaf is in the first positional argument."""
     return path[0].idx == 0 and getattr(path[1], "idx", None) == 0
@@ -195,6 +238,11 @@ def _lost(names: Sequence[str]) -> str:
 
 def _without_sharding(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, _traced_dtype(x), weak_type=getattr(x, "weak_type", False))
+
+
+def _is_on(x: Any, mesh: AbstractMesh) -> bool:
+    own = explicit_mesh_of(x)
+    return own is not None and own.shape_tuple == mesh.shape_tuple
 
 
 def _traced_dtype(x: Any) -> Any:

@@ -9,15 +9,17 @@ is simply left without a constraint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jgt.document import InputError
 from jgt.program import jaxpr as jx
+from jgt.program.constraints import pinned_dims
 from jgt.program.dims import Dims, partition_spec
 from jgt.program.jaxpr import Program
 from jgt.program.reads import narrow_reads
@@ -53,18 +55,27 @@ class PlannedCall:
     storage: Storage | None = None
     run_stored: Run | None = None
 
+    @property
+    def result_specs(self) -> list[PartitionSpec]:
+        """The spec of each result as the rules leave it: whole where they say nothing."""
+        count = self.out_tree.num_leaves + len(self.changed)
+        dims = [None if self.rewritten is None else pinned_dims(self.rewritten, n) for n in range(count)]
+        return [PartitionSpec() if one is None else partition_spec(one) for one in dims]
+
 
 def plan_call(
     arguments: Arguments,
     rules: Rules,
     mesh: Mesh | AbstractMesh,
-    replacements: Sequence[Replacement] = (),
+    replacements_of: Callable[[Rules], Sequence[Replacement]] = lambda rules: (),
     *,
     partial: bool = False,
     pipeline: Staging | None = None,
     pad: bool = False,
 ) -> PlannedCall:
     """Traces a call, places its parameters and inputs, and rewrites its program. Replacements are applied in their order.
+
+    Rules with `otherwise` that do not fit the program are replaced by those that are chosen for it (`Placement.rules`).
 
     Raises InputError with every misfit, and with every rule that matches nothing (not with `partial`). Raises
     ValueError for arguments that a sharded function cannot take.
@@ -74,13 +85,24 @@ def plan_call(
     program = traced.program
     site = CallContext.here(mesh, None if pipeline is None else (pipeline.signal, pipeline.axis))
     # A pipeline runs parts of the program and rewrites each where it runs; here the whole is only checked.
-    applied = _apply_rules(arguments, program, rules, site, replacements, pad=pad, applies=pipeline is None)
-    problems = applied.problems(rules, partial=partial)
+    applied = _apply_rules(arguments, program, rules, site, replacements_of(rules), pad=pad, applies=pipeline is None)
+    before = rules
+    if rules.otherwise is not None and not applied.fits(rules, partial=partial):
+        chosen = importlib.import_module("jgt.sharding.chosen")
+        rules = chosen.chosen_rules(rules, rules.otherwise, applied.params.places, site.sizes, pads=pad)
+    problems: list[str] = []
+    if traced.layouts:
+        kept = importlib.import_module("jgt.sharding.own.kept")
+        rules, problems = kept.with_own(rules, traced.layouts)
+        problems += kept.manual_problems(program, mesh)
+    if rules is not before:
+        applied = _apply_rules(arguments, program, rules, site, replacements_of(rules), pad=pad, applies=pipeline is None)
+    problems += applied.problems(rules, partial=partial)
     staged = StagedCall(parameters=applied.params.places, run=lambda arrays: jx.evaluate(applied.program, arrays))
     # Staged even after problems, so that problems of the rules and of the pipeline are reported together.
     if pipeline is not None:
         with InputError.collect(problems):
-            staged = pipeline.stage(arguments, traced, rules, applied.site, replacements, applied.params.places)
+            staged = pipeline.stage(arguments, traced, rules, applied.site, replacements_of(rules), applied.params.places)
     if problems:
         raise InputError(problems)
     # Last, because it raises an error itself.
@@ -95,6 +117,7 @@ def plan_call(
         others=_others(numbers, len(arguments.parameters), applied.inputs.dims),
         signature=arguments.signature,
         tensors=tuple(applied.answers.tensors),
+        layouts=traced.layouts,
     )
 
     def pinned(run: Run) -> Run:
@@ -144,11 +167,23 @@ class _Applied:
             *self.inputs.problems,
             *self.answers.problems,
         ]
-        if partial:
-            return problems
-        used, answers = {place.path: place.signals for place in self.params.places}, self.answers
+        return problems if partial else [*problems, *self._unreached(rules)]
+
+    def fits(self, rules: Rules, *, partial: bool) -> bool:
+        """Whether the rules are about this program: some decide, each of them does (not with `partial`), and each has the right rank."""
+        # What matches nothing in a file of the user's own is a mistake, and will be reported.
+        if not rules.is_shipped:
+            return bool(rules.signals or rules.params or rules.optimizer)
+        matches = (*self.params.matches, *self.answers.matches)
+        if any(match.problems for match in matches) or not any(match.decided for match in matches):
+            return False
+        return partial or not any(self._unreached(replace(rules, inputs=())))
+
+    def _unreached(self, rules: Rules) -> Iterator[str]:
+        answers, matches = self.answers, (*self.params.matches, *self.inputs.matches, *self.answers.matches)
+        used = {place.path: place.signals for place in self.params.places}
         seen = Seen(signals=answers.signals, params=used, tensors=answers.tensors, out_ranks=answers.out_ranks, matches=matches)
-        return [*problems, *unreached(rules, seen)]
+        return unreached(rules, seen)
 
 
 def _apply_rules(

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from jgt.program.places import with_auto_axes
 from jgt.rules import Rules, load_rules, make_rules
+from jgt.sharding.own.trace import explicit_mesh_around
 from jgt.sharding.staged import Staging
 
 RulesLike = Rules | str | os.PathLike[str] | Mapping[str, Any]
@@ -32,24 +34,50 @@ def as_rules(rules: object) -> Rules:
     raise TypeError(f"rules must be jgt.Rules, the path of a rules file, or a mapping, not {_kind(rules)}.{swapped}".rstrip("."))
 
 
+def rules_on(rules: object, mesh: object) -> Rules:
+    """The rules that a caller means, on this mesh: an axis of shipped rules that it lacks has size 1. Raises as `as_rules` does."""
+    found = as_rules(rules)
+    return found.on(mesh.axis_names) if isinstance(mesh, Mesh | AbstractMesh) else found
+
+
 def check_mesh(mesh: object) -> Mesh | AbstractMesh:
-    """The mesh. Raises TypeError if it is not a mesh, and ValueError if its axes are not all Auto."""
+    """The mesh, with Auto axes in place of Explicit ones. Raises TypeError if it is not a mesh, and ValueError if it has Manual axes."""
     if isinstance(mesh, Mapping):
         sizes = dict(cast("Mapping[str, Any]", mesh))
         raise TypeError(f"mesh must be a mesh, not dict; make it with jgt.make_mesh({sizes!r})")
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh must be a mesh, not {_kind(mesh)}; make it with jgt.make_mesh, for example jgt.make_mesh({{'data': -1}})")
     # On Explicit axes JAX takes a constraint for an assertion about a type, and not for a request.
-    if not mesh.are_all_axes_auto:
+    auto: Mesh | AbstractMesh = with_auto_axes(mesh)
+    if not auto.are_all_axes_auto:
+        raise ValueError(f"the mesh must have Auto or Explicit axes, not {mesh.axis_types}; make it with jgt.make_mesh({dict(mesh.shape)})")
+    return auto
+
+
+def own_mesh(mesh: object) -> AbstractMesh | None:
+    """The mesh that a function is written for: the mesh itself if it has Explicit axes, or else what `jax.set_mesh` has set."""
+    if isinstance(mesh, Mesh | AbstractMesh) and mesh.explicit_axes:
+        return mesh.abstract_mesh
+    around = jax.sharding.get_abstract_mesh()
+    return around if around.axis_names and not around.manual_axes else None
+
+
+def ambient_mesh() -> Mesh | AbstractMesh:
+    """The mesh that `jax.set_mesh` has set. Raises ValueError if there is none."""
+    around = jax.sharding.get_abstract_mesh()
+    if not around.axis_names:
         raise ValueError(
-            f"the mesh must have Auto axes, not {mesh.axis_types}; make it with jgt.make_mesh({dict(mesh.shape)}), "
-            f"or add axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)} to jax.make_mesh"
+            "no mesh is given, and none is around this call. Pass jgt.make_mesh(...), or call it inside `with jax.set_mesh(mesh)`"
         )
-    return mesh
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # inside a jit
+        return around
+    return mesh if mesh.shape_tuple == around.shape_tuple else around
 
 
-def check_surroundings(arrays: Iterable[Any]) -> None:
-    """Raises ValueError where a mesh with Explicit axes is around a call, or where one of its arguments is on such a mesh.
+def check_surroundings(arrays: Sequence[Any], mesh: Mesh | AbstractMesh) -> AbstractMesh | None:
+    """The mesh with Explicit axes that is around a call, or that its arguments are on. Raises ValueError if it is another mesh than `mesh`.
 
     Raises it, too, where GSPMD would choose the layouts: jgt cannot ask GSPMD for them before XLA compiles (see jgt.sharding.partitioner).
     """
@@ -58,18 +86,18 @@ def check_surroundings(arrays: Iterable[Any]) -> None:
             "jax_use_shardy_partitioner is off, so jgt cannot see which layouts XLA chooses, and XLA computes some of them wrongly "
             "(docs/partitioner.md). Remove that setting"
         )
-    around = jax.sharding.get_abstract_mesh()
-    where = f"the axes {', '.join(around.explicit_axes)} of the mesh around this call (jax.set_mesh) are Explicit"
-    if not around.explicit_axes:
-        meshes = (getattr(getattr(jax.typeof(x), "sharding", None), "mesh", None) for x in arrays)
-        explicit = next((mesh for mesh in meshes if mesh is not None and mesh.explicit_axes), None)
-        if explicit is None:
-            return
-        where = f"an argument is on a mesh whose axes {', '.join(explicit.explicit_axes)} are Explicit"
-    raise ValueError(
-        f"{where}, where JAX takes a constraint for an assertion and does not move the array. "
-        "jgt needs Auto axes: use a mesh from jgt.make_mesh, or jax.make_mesh with axis_types=(jax.sharding.AxisType.Auto, ...)"
-    )
+    explicit = explicit_mesh_around(arrays)
+    if explicit is not None and tuple(explicit.shape.items()) != tuple(mesh.shape.items()):
+        is_around = explicit == jax.sharding.get_abstract_mesh()
+        where = "the mesh around this call (jax.set_mesh)" if is_around else "the mesh of an argument"
+        remedy = (
+            "Call it outside of that context" if is_around else "Move the argument first: jax.device_put, to a sharding of the placement"
+        )
+        sizes = (", ".join(f"{axis}={size}" for axis, size in one.shape.items()) for one in (explicit, mesh))
+        raise ValueError(
+            "{where} has Explicit axes {}, and the rules are for a mesh of {}. {remedy}".format(*sizes, where=where, remedy=remedy)
+        )
+    return explicit
 
 
 def check_pipeline(pipeline: object) -> Staging | None:

@@ -21,6 +21,7 @@ from jgt.replacements.replacement import ParameterPlace
 from jgt.rules import Rules, SpecRule
 from jgt.sharding.inputs import KeyPath, Signature, named_leaves, path_text
 from jgt.sharding.matrices import on_whole_matrices
+from jgt.sharding.own.layout import OwnLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class Placement:
     others: by number, the dims of its leaves that are not parameters: state, or None for a leaf that is not an array.
     signature: the names of the function's arguments.
     tensors: the names of the tensors in the program.
+    layouts: what the program itself asks for.
     """
 
     rules: Rules
@@ -41,6 +43,7 @@ class Placement:
     others: Mapping[int, Dims | None] = field(default_factory=dict[int, Dims | None])
     signature: Signature = field(default_factory=Signature)
     tensors: tuple[str, ...] = ()
+    layouts: tuple[OwnLayout, ...] = ()
 
     def __str__(self) -> str:
         """A table of the parameters: path, shape, spec, and the signals that use it."""
@@ -48,7 +51,10 @@ class Placement:
         rows = [(p.path or "(itself)", str(list(p.shape)), p.spec, ", ".join(p.signals)) for p in self.parameters]
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in (header, *rows))
-        return "\n".join(lines)
+        lasts = ("dropped", "kept beside the rules")[self.rules.own == "keep"]
+        count = sum(not one.is_derived for one in self.layouts)
+        own = f"\nThe program asks for {count} layouts of its own, which are {lasts}" if count else ""
+        return "\n".join(lines) + own
 
     @property
     def params(self) -> Any:

@@ -20,16 +20,27 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jgt.document import InputError
 from jgt.program import scopes
+from jgt.program.places import off_explicit_axes
 from jgt.replacements.replacement import Replacement
 from jgt.rules import Rules
 from jgt.sharding.argument_specs import check_aliases
-from jgt.sharding.arguments import Arguments
+from jgt.sharding.arguments import Arguments, split_result
 from jgt.sharding.call import PlannedCall, plan_call
-from jgt.sharding.checks import RulesLike, as_rules, check_function, check_mesh, check_optimizer, check_pipeline, check_surroundings
+from jgt.sharding.checks import (
+    RulesLike,
+    check_function,
+    check_mesh,
+    check_optimizer,
+    check_pipeline,
+    check_surroundings,
+    own_mesh,
+    rules_on,
+)
 from jgt.sharding.inputs import Signature, StateArguments
+from jgt.sharding.own.trace import erased, explicit_mesh_of, run_on_auto_axes
 from jgt.sharding.partitioner import avoid_faults
 from jgt.sharding.placement import Placement
-from jgt.sharding.staged import Staging
+from jgt.sharding.staged import Run, Staging
 from jgt.sharding.storage import Storage
 
 _P = ParamSpec("_P")
@@ -56,21 +67,20 @@ class Sharded(Generic[_P, _R]):
         pad: bool = False,
     ):
         check_function(fn)
-        rules, mesh, pipeline = as_rules(rules), check_mesh(mesh), check_pipeline(pipeline)
+        own = own_mesh(mesh)
+        rules, mesh, pipeline = rules_on(rules, mesh), check_mesh(mesh), check_pipeline(pipeline)
         # `updated=()`: fn may be an object with state, whose attributes do not belong in this object's __dict__.
         functools.update_wrapper(self, fn, updated=())
-        self._fn, self._rules, self._mesh = fn, rules, mesh
-        self._replacements_of, self._replacements = replacements_of, tuple(replacements_of(rules))
-        self._partial, self._pipeline, self._pad = partial, pipeline, pad
+        self._fn, self._rules, self._mesh, self._own = fn, rules, mesh, own
+        self._replacements_of, self._partial, self._pipeline, self._pad = replacements_of, partial, pipeline, pad
         self._signature = Signature.of(fn, state)
         self._planned: dict[Hashable, PlannedCall] = {}
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """The function's result. Raises InputError if rules, mesh and shapes do not fit, with every problem."""
         arguments = self._arguments(args, kwargs)
-        check_surroundings(arguments.arrays)
         planned = self._plan(arguments)
-        return self._result(arguments, planned, planned.run(arguments.arrays))
+        return self._result(arguments, planned, planned.run, arguments.arrays)
 
     def placement(self, *args: _P.args, **kwargs: _P.kwargs) -> Placement:
         """Where parameters, gradients, optimizer state and inputs go, from arrays or ShapeDtypeStructs.
@@ -124,15 +134,16 @@ class Sharded(Generic[_P, _R]):
             arguments = self._arguments((storage.model_shapes(params), *args), kwargs)
             planned = self._plan(arguments)
             arrays = [*leaves, *arguments.arrays[len(leaves) :]]
-            check_surroundings(arrays)
             run = planned.run_stored if storage.has_stacks else planned.run
             assert run is not None, "a function with stacks in storage is a pipeline"
-            return self._result(arguments, planned, run(arrays))
+            return self._result(arguments, planned, run, arrays)
 
         return call
 
-    def _result(self, arguments: Arguments, planned: PlannedCall, results: Sequence[jax.Array]) -> _R:
+    def _result(self, arguments: Arguments, planned: PlannedCall, run: Run, arrays: Sequence[Any]) -> _R:
         """The result as the function returns it. New values of state are stored in the caller's variables."""
+        explicit = check_surroundings(arrays, self._mesh)
+        results = run(arrays) if explicit is None else run_on_auto_axes(run, arrays, explicit, planned.result_specs)
         num_results = planned.out_tree.num_leaves
         arguments.store(planned.changed, results[num_results:])
         return jax.tree.unflatten(planned.out_tree, results[:num_results])
@@ -141,33 +152,38 @@ class Sharded(Generic[_P, _R]):
         """Parameters from `init_fn(*args)`, made where they belong: no device ever holds more than its part.
 
         `batch` contains the function's other arguments, as arrays or ShapeDtypeStructs, in a tuple if there are several. With an optax
-        `optimizer` the result is (parameters, optimizer state). The random bits are the same on every mesh. Raises InputError.
+        `optimizer` the result is (parameters, optimizer state). Other leaves than arrays and numbers, such as functions of Equinox modules,
+        stay as they are. The random bits are the same on every mesh. Raises InputError.
         """
         check_optimizer(optimizer)
         batches = cast("tuple[Any, ...]", batch) if isinstance(batch, tuple) else (batch,)
         # Shapes suffice: the loss is only traced, and no parameter exists before its place is known.
-        arguments = self._arguments((jax.eval_shape(init_fn, *args), *batches), {})
+        arrays_of, whole = split_result(init_fn)
+        arrays_of = erased(arrays_of, self._own)
+        arguments = self._arguments((whole(jax.eval_shape(arrays_of, *args)), *batches), {})
         try:
             placement = self._plan(arguments).placement
         except TypeError as error:
             error.add_note("jgt traced the function with what init_fn returns as its first argument, and `batch` as its other ones")
             raise
 
-        def params_and_state(*args: Any) -> Any:
+        def arrays_and_state(*args: Any) -> tuple[list[Any], Any]:
             with scopes.rule():
-                params = init_fn(*args)
-                return params if optimizer is None else (params, optimizer.init(params))
+                arrays = arrays_of(*args)
+                return arrays, None if optimizer is None else optimizer.init(whole(arrays))
 
-        places = placement.params
-        if optimizer is not None:
-            places = (places, placement.optimizer(jax.eval_shape(params_and_state, *args)[1]))
-        return cast("Callable[..., Any]", jax.jit(params_and_state, out_shardings=places))(*args)
+        state_places = placement.optimizer(jax.eval_shape(arrays_and_state, *args)[1])
+        places = jax.tree.leaves(placement.params), state_places
+        # Places are on Auto axes, also where the program's own mesh is set.
+        with off_explicit_axes():
+            arrays, state = cast("Callable[..., Any]", jax.jit(arrays_and_state, out_shardings=places))(*args)
+        return whole(arrays) if optimizer is None else (whole(arrays), state)
 
     def under(
         self, rules: RulesLike, mesh: Mesh | AbstractMesh, partial: bool, pipeline: Staging | None, state: StateArguments
     ) -> Sharded[_P, _R]:
         """The same function under these rules; this very object, with its traces, if they are its own. state: None for its own."""
-        rules = as_rules(rules)
+        rules = rules_on(rules, mesh)
         signature = self._signature if state is None else Signature.of(self._fn, state)
         # By value: rules that were loaded twice are still its own.
         if (self._rules, self._mesh, self._partial, self._pipeline, self._signature) == (rules, mesh, partial, pipeline, signature):
@@ -176,7 +192,8 @@ class Sharded(Generic[_P, _R]):
         return Sharded(self._fn, rules, mesh, self._replacements_of, partial=partial, pipeline=pipeline, state=state, pad=self._pad)
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
-        return Arguments(self._fn, args, kwargs, self._signature)
+        own = self._own or own_mesh(None) or next(filter(None, map(explicit_mesh_of, jax.tree.leaves((args, kwargs)))), None)
+        return Arguments(self._fn, args, kwargs, self._signature, own)
 
     def _plan(self, arguments: Arguments) -> PlannedCall:
         key = arguments.key()
@@ -185,12 +202,13 @@ class Sharded(Generic[_P, _R]):
             # The key does not say whether two parameters are one array.
             check_aliases(arguments.parameters, planned.placement.parameters, self._rules)
             return planned
-        check_surroundings(())
         # Here and not before: a function that is never called leaves JAX's compiler as it is.
         avoid_faults(scopes.OWN)
-        planned = plan_call(
-            arguments, self._rules, self._mesh, self._replacements, partial=self._partial, pipeline=self._pipeline, pad=self._pad
-        )
+        # A constraint of a rule is a request only where axes are Auto.
+        with off_explicit_axes():
+            planned = plan_call(
+                arguments, self._rules, self._mesh, self._replacements_of, partial=self._partial, pipeline=self._pipeline, pad=self._pad
+            )
         if key is not None and planned.is_reusable:
             self._planned[key] = planned
         return planned

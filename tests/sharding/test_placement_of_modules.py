@@ -328,6 +328,18 @@ def test_no_device_ever_holds_a_whole_parameter():
     assert {s.data.shape for s in params["w"].addressable_shards} == {(128, 2048)}
 
 
+def test_what_is_no_array_stays_as_it_is_where_arrays_are_born():
+    # As in a module of Equinox, whose fields are leaves.
+    mesh = jgt.make_mesh({"fsdp": 8})
+    fn = lambda p, x: p["activation"](x @ p["w"]).sum() * p["scale"] if p["is_on"] else x  # noqa: E731
+    make = lambda key: {"w": jax.random.normal(key, (16, 8)), "activation": jnp.tanh, "is_on": True, "scale": 2.0}  # noqa: E731
+    rules = {"params": {"w": ["fsdp", None]}, "default": "replicate"}
+    params = jgt.init(make, rules, mesh, jax.random.key(0), loss=fn, batch=jnp.ones((8, 16)))
+    assert params["activation"] is jnp.tanh and params["is_on"] is True and params["scale"] == 2.0
+    assert params["w"].sharding.spec == jax.P("fsdp", None)
+    np.testing.assert_array_equal(params["w"], make(jax.random.key(0))["w"])
+
+
 def test_init_reports_what_does_not_fit_before_anything_is_made():
     with pytest.raises(jgt.InputError, match="dim 1 of the parameter layers/up"):
         jgt.init(

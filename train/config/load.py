@@ -125,7 +125,9 @@ def _read_rules(config: Config, root: Node, mesh: Mapping[str, int], folder: Pat
     if rules_root is not None:
         with InputError.collect(problems):
             rules = make_rules(rules_root)
-            problems += rules.axis_problems(mesh) if mesh and config.mesh is not None else ()
+            if mesh and config.mesh is not None:
+                rules = rules.on(mesh)
+                problems += rules.axis_problems(mesh)
     return rules_root, rules
 
 

@@ -60,7 +60,7 @@ def generation_rules(rules: Rules, batch: Axes, mesh: Mapping[str, int], kv_head
         tree["inputs"] = {**stacks, **windows, **tree["inputs"]}
     own = make_rules({**tree, "default": "replicate"})
     inputs = (*named, *own.inputs, *rules.inputs)
-    return replace(rules, signals=(*own.signals, *signals), params=params, optimizer=(), inputs=inputs, default="replicate")
+    return replace(rules, signals=(*own.signals, *signals), params=params, optimizer=(), inputs=inputs, default="replicate", otherwise=None)
 
 
 def _of_one_token(rule: Any, gathered: Axes) -> Any:

@@ -75,7 +75,7 @@ class Screen:
         # Names and specs are what rules are written with.
         shown = Console.fitted(columns, self._console.width, ["shape"])
         self.table("Parameters", list(shown), list(map(list, zip(*shown.values(), strict=True))), numbers=1)
-        for line in describe_storage(setup.storage):
+        for line in (*describe_choice(setup), *describe_storage(setup.storage)):
             self.say(line)
 
     def step(self, step: int, total: int, metrics: Mapping[str, object]) -> None:
@@ -121,6 +121,15 @@ def describe_kernels(program: ModelProgram) -> str:
     chunks = "" if program.loss_chunks == 1 else f"; loss in {program.loss_chunks} chunks of the sequence"
     experts = f"; experts: {program.grouped}" if program.grouped else ""
     return f"Attention: {program.attention.text}{experts}{chunks}" if program.attention is not None else ""
+
+
+def describe_choice(setup: Setup) -> Iterator[str]:
+    """A line about specs that were chosen by the sizes of a model that the rules of the file are not written for."""
+    if setup.run.rules.is_chosen:
+        named, parameters = setup.run.config.rules, setup.storage.model.parameters
+        file = f"{named.value}" if named is not None and isinstance(named.value, str) else "otherwise:"
+        num_split = sum(any(p.optimizer_dims) for p in parameters)
+        yield f"{file} splits {num_split} of {len(parameters)} parameters, each by its size. jgt rules FILE writes them as a rules file"
 
 
 def describe_storage(storage: Storage) -> Iterator[str]:

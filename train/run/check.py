@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 
+from jgt import document
 from jgt.document import InputError
 
 from ..config import Run, without_effect
@@ -95,6 +96,14 @@ def print_check(setup: Setup) -> None:
         screen.say("The data was not read: jgt train FILE --dry-run reads all of it, and jgt check FILE --show-data shows some.")
     if not is_verified(setup.run):
         screen.say("This layout was never compared with one device on this machine: jgt verify FILE does that in seconds.")
+
+
+def rules_text(setup: Setup) -> str:
+    """The rules of a run as a file."""
+    mesh = ", ".join(f"{axis}: {size}" for axis, size in setup.mesh.shape.items())
+    root = setup.run.rules_root
+    tree = setup.run.rules.tree() if root is None else root.plain()
+    return f"# Rules for {setup.num_parameters:,} parameters on the mesh {{{mesh}}}.\n{document.dump(tree)}"
 
 
 def print_published(described: Described, config: ModelConfig, *, shows_tensors: bool) -> None:

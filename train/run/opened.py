@@ -5,15 +5,16 @@ What is wrong on one process ends all of them, with the same exit code, so each 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
 
-from jgt import amount, path_text
+from jgt import amount, document, make_rules, path_text
 from jgt.document import InputError
 
 from ..config import Run, without_effect
@@ -28,7 +29,9 @@ from ..records.summary import describe_data
 from ..setup import Setup, prepare
 from ..setup.feed import eval_batch_of, local_rows
 from ..setup.fit import compiled_to_fit, with_remat
+from ..setup.program import Element
 from ..setup.published import base_shapes
+from .folder import CONFIG
 from .hooks import Evaluations, Hook, open_evaluations, open_hooks
 from .hooks.evaluator import TaskMetrics
 from .identity import Resume, check_data
@@ -74,7 +77,7 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
     # The data is opened even if the program is wrong, so that all problems are reported at once.
     if data is not None or not problems:
         with InputError.collect(problems):
-            setup = prepare(run, element=None if data is None else data.element)
+            setup = _prepared(run, None if data is None else data.element)
     if setup is not None and config.checkpoint.export is not None:
         # Now, and not after days of training.
         with InputError.collect(problems):
@@ -94,8 +97,8 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
     its_data = f"its data ({run.where('data')}: data)"
     agree_on_input(problems, {"its config": run.resolved(), its_data: None if data is None else data.fingerprint})
     assert setup is not None and data is not None
-    element = setup.program.element
-    setup = with_remat(setup, lambda remat: prepare(run, element=element, remat=remat), compiled_to_fit)
+    element, opened = setup.program.element, setup.run
+    setup = with_remat(setup, lambda remat: prepare(opened, element=element, remat=remat), compiled_to_fit)
     return setup.with_epochs(data.train_sequences), data
 
 
@@ -173,3 +176,18 @@ def _bytes_per_device(shapes: object, shardings: object) -> int:
     """The bytes of one device's shards of a tree of arrays. The trees of shapes and of shardings have the same structure."""
     shards = jax.tree.map(lambda x, s: int(np.prod(s.shard_shape(x.shape), dtype=np.int64)) * x.dtype.itemsize, shapes, shardings)
     return sum(jax.tree.leaves(shards))
+
+
+def _prepared(run: Run, element: Element | None) -> Setup:
+    """The program of a run, under the rules that an earlier start of it chose if they still fit. Raises InputError."""
+    file = run.config.run.path / CONFIG
+    if run.rules.otherwise is not None and file.is_file():
+        # Chosen for another mesh or model, or in a damaged file, they are chosen anew.
+        with contextlib.suppress(InputError):
+            stored = document.read(file).find("rules")
+            rules, by = make_rules(stored), run.rules.otherwise
+            # Under another rules file than before, too.
+            is_same = rules.inputs == run.rules.inputs and (bool(rules.params), bool(rules.reads)) == (bool(by.params),) * 2
+            if is_same and rules.otherwise is None and not rules.signals:
+                return prepare(replace(run, rules=rules, rules_root=stored), element=element)
+    return prepare(run, element=element)

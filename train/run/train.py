@@ -64,6 +64,8 @@ def train(
         open_devices()
         watch.begin_unlimited("opening model and data")
         opened = open_all(run, resume)
+        # With the rules that were chosen for its program, which its directory keeps.
+        run = opened.setup.run
         session = closing.enter_context(open_session(run, opened, watch, resume, profiled=profiled, begun=begun, entered=entered))
         with open_checkpoints(session, opened) as checkpoints:
             opened = with_scored_pairs(opened, session, has_begun=checkpoints.newest() > 0)

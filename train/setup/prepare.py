@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgt import Replicas, Storage
-from jgt.document import InputError, nearest
+from jgt import Replicas, Rules, Storage
+from jgt.document import InputError, Node, nearest
 
 from ..config import Run, batch_problems, replica_problems
 from ..models.config import OwnModel
@@ -85,7 +85,7 @@ def prepare(
         phases=phases,
     )
     return Setup(
-        run=run,
+        run=_with_chosen_rules(run, storage.model.rules),
         mesh=layout.mesh,
         program=program,
         objective=objective,
@@ -99,6 +99,14 @@ def prepare(
         make_state=first.make_state,
         shapes=jax.eval_shape(first.make_state, jax.ShapeDtypeStruct((), jnp.uint32)),
     )
+
+
+def _with_chosen_rules(run: Run, rules: Rules) -> Run:
+    """The run with the rules that its program has, where they were chosen because those of its file do not fit."""
+    if not rules.is_chosen:
+        return run
+    assert run.rules_root is not None
+    return replace(run, rules=rules, rules_root=Node.of(rules.tree(), run.rules_root.where))
 
 
 def _in_short(run: Run, of_batch: Sequence[str], problems: Sequence[str]) -> Iterator[str]:

@@ -178,19 +178,38 @@ def test_an_evaluation_that_would_fail_is_found_before_the_first_step(overrides,
 def test_the_rules_for_any_model_store_it_in_parts_and_change_no_number(run_of, tmp_path):
     train(run_of("one", "mesh={data: 1}", "train.steps=2"))
     train(run_of("parts", "mesh={fsdp: 8}", "rules=jgt:any", "train.steps=2"))
+    # Its parameter is too small to be worth a message.
     setup = check_placement(run_of("again", "mesh={fsdp: 8}", "rules=jgt:any"))
-    assert setup.storage.placement.parameters[0].bytes_per_device(setup.mesh) == 4 * 8 * 8 * 4 / 8
+    assert setup.run.rules.is_chosen and setup.storage.placement.parameters[0].bytes_per_device(setup.mesh) == 4 * 8 * 8 * 4
     one, parts = (np.array(logged(tmp_path / name)) for name in ("one", "parts"))
     np.testing.assert_allclose(one, parts, rtol=1e-5)
     evaluations = [rows(tmp_path / name / "metrics.jsonl")[-1]["eval_loss"] for name in ("one", "parts")]
     np.testing.assert_allclose(*evaluations, rtol=1e-5)
 
 
+def test_a_run_keeps_the_rules_that_were_chosen_and_takes_them_again(run_of, tmp_path):
+    def params(*overrides):
+        return [rule.spec for rule in open_run(run_of("run", "rules=jgt:fsdp", "train.steps=1", *overrides))[0].run.rules.params]
+
+    train(run_of("run", "mesh={fsdp: 8}", "rules=jgt:fsdp", "train.steps=1"))
+    file = tmp_path / "run" / "config.yaml"
+    kept = document.read(file).plain()
+    assert kept["rules"] == {"inputs": {"**": ["fsdp", "..."]}, "reads": "whole", "default": "replicate"}
+    # As if that choice had been another one.
+    file.write_text(document.dump({**kept, "rules": {**kept["rules"], "params": {"w": ["fsdp", None]}}}))
+    assert params("mesh={fsdp: 8}") == [(("fsdp",), ())]
+    # One that does not fit this mesh is not taken.
+    file.write_text(document.dump({**kept, "rules": {**kept["rules"], "params": {"w": ["data", None]}}}))
+    assert params("mesh={fsdp: 8}") == []
+
+
 def test_shipped_rules_for_other_models_are_one_line(run_of):
     with pytest.raises(InputError) as caught:
-        check_placement(run_of("run", "mesh={fsdp: 8}", "rules=jgt:fsdp"))
+        check_placement(run_of("run", "mesh={data: 2, tensor: 4}", "rules=jgt:tensor"))
     (problem,) = caught.value.problems
-    assert problem.startswith("command line: rules=jgt:fsdp: rules: jgt:fsdp: 4 of its rules name parts of jgt's own models that mine:Deep")
+    assert problem.startswith(
+        "command line: rules=jgt:tensor: rules: jgt:tensor: 5 of its rules name parts of jgt's own models that mine:Deep"
+    )
     assert problem.endswith("Use jgt:any, which fits every model, or write others (docs/rules.md)")
 
 

@@ -1,0 +1,125 @@
+"""Parameters that are split are gathered where the program reads them: the replacement of `reads: whole`.
+
+The partitioner may read a parameter that is split as it is, and split the rows of the batch no more. With names in a model, `out:` prevents
+that; this does so in a program without names. A parameter in parts gets a constraint to be whole before the first equation that computes
+with it, and its gradient one to be in parts behind it.
+
+A loop over a stack of layers gathers each layer where it is used, and once more in the backward pass, so that no more than a layer is whole
+at a time. What a loop reads in every step is gathered once, before it. The cast of a parameter and the slice of a layer come before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jgt.program import jaxpr as jx
+from jgt.program.constraints import constraint_equations, wrap_in_checkpoint
+from jgt.program.dims import Dims, partition_spec
+from jgt.program.jaxpr import Equation, Program, Var
+from jgt.program.places import Place, mesh_around
+from jgt.replacements.replacement import Replaced, Site
+
+_KEEPS_DIMS = ("convert_element_type", "copy", "name", "optimization_barrier")
+_RECOMPUTED = ("sharding_constraint", "transpose", "reshape", "squeeze", "broadcast_in_dim")
+_Split = dict[Var, Dims]
+"""Variables that are parameters in parts, with the axes of their dims."""
+
+
+class WholeReads:
+    """A replacement by which the equations of a program read whole parameters."""
+
+    def apply(self, program: Program, around: Place, site: Site) -> Replaced:
+        """See `Replacement`. The whole program of a call is changed at once, because only there it is known what is a parameter."""
+        if not site.is_whole or site.mesh.size == 1:
+            return Replaced(program=program)
+        places = zip(jx.body(program).invars, site.parameters, strict=False)
+        split = {var: dims for var, place in places if any(dims := site.free(place.dims, ()))}
+        return Replaced(program=_gathered(program, split, mesh_around() or site.mesh, in_layer=False))
+
+
+def _gathered(program: Program, split: _Split, mesh: Any, *, in_layer: bool) -> Program:
+    """The program that reads whole values of these variables. in_layer: whether it is the body of a loop that nothing recomputes."""
+    eqns: list[Equation] = []
+    whole: dict[Var, Var] = {}
+    for equation in jx.body(program).eqns:
+        if not any(jx.is_var(a) and a in split for a in equation.invars):
+            eqns.append(equation)
+            continue
+        kept = _through(equation, split)
+        if kept is not None:
+            split[equation.outvars[0]] = kept
+            eqns.append(equation)
+            continue
+        inside = _entered(equation, split) or _looked_up(equation, split)
+        for var in dict.fromkeys(a for a in equation.invars if jx.is_var(a) and a in split):
+            if var not in whole and var not in inside:
+                parts, free = split[var], NamedSharding(mesh, partition_spec(((),) * len(split[var])))
+                new, whole[var] = constraint_equations(var, free, NamedSharding(mesh, partition_spec(parts)), equation)
+                eqns += new
+        operands = [whole[a] if jx.is_var(a) and a in whole and a not in inside else a for a in equation.invars]
+        eqns.append(_with_inside(equation, inside, mesh).replace(invars=operands))
+    new_program = jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
+    # JAX cannot keep complex values of a region with a policy.
+    is_real = not any(jnp.issubdtype(jx.dtype_of(v), jnp.complexfloating) for e in eqns for v in e.outvars if not jx.is_dropped(v))
+    return wrap_in_checkpoint(new_program, _keeps_all_but_wholes, in_scan=True) if in_layer and whole and is_real else new_program
+
+
+def _keeps_all_but_wholes(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """The policy of a layer: what is gathered, and what is only another form of it, is made again in the backward pass."""
+    return primitive.name not in _RECOMPUTED
+
+
+def _through(equation: Equation, split: Mapping[Var, Dims]) -> Dims | None:
+    """The axes of the result of an equation that only casts or moves a parameter, or takes a layer of a stack; None: it reads it."""
+    first, *others = equation.invars
+    if not jx.is_var(first) or first not in split or len(equation.outvars) != 1 or any(jx.shape_of(a) for a in others):
+        return None
+    dims, old, new = split[first], jx.shape_of(first), jx.shape_of(equation.outvars[0])
+    name = equation.primitive.name
+    if name in _KEEPS_DIMS:
+        return dims
+    if name == "transpose":
+        permutation: tuple[int, ...] = equation.params["permutation"]
+        return tuple(dims[n] for n in permutation)
+    if name == "squeeze":
+        return tuple(axes for n, axes in enumerate(dims) if n not in equation.params["dimensions"])
+    if name in ("slice", "dynamic_slice") and all(a == b for a, b, axes in zip(old, new, dims, strict=True) if axes):
+        return dims
+    return None
+
+
+def _entered(equation: Equation, split: Mapping[Var, Dims]) -> _Split:
+    """The parameters that the program of an equation reads itself: in calls and checkpoints all, in a loop the stacks that it goes over."""
+    is_loop = jx.is_scan(equation)
+    if not (is_loop or jx.is_call(equation) or jx.is_remat(equation)):
+        return {}
+    (inner,) = jx.subprograms(equation)
+    pairs = zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)
+    taken = [(a, len(jx.shape_of(a)) - len(jx.shape_of(v))) for a, v in pairs if a is not None and jx.is_var(a) and a in split]
+    # A variable that a loop both goes over and reads whole is read whole.
+    outside = {a for a, num_removed in taken if is_loop and not num_removed}
+    return {a: split[a] for a, _ in taken if a not in outside}
+
+
+def _looked_up(equation: Equation, split: Mapping[Var, Dims]) -> _Split:
+    """The table of an equation that takes fewer numbers from it than it has: these travel, and not the table."""
+    table = equation.invars[0]
+    is_less = math.prod(jx.shape_of(equation.outvars[0])) < math.prod(jx.shape_of(table))
+    return {table: split[table]} if equation.primitive.name == "gather" and jx.is_var(table) and table in split and is_less else {}
+
+
+def _with_inside(equation: Equation, inside: _Split, mesh: Any) -> Equation:
+    if not inside:
+        return equation
+
+    def change(inner: Program) -> Program:
+        pairs = zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)
+        own = {v: inside[a][len(inside[a]) - len(jx.shape_of(v)) :] for a, v in pairs if a is not None and jx.is_var(a) and a in inside}
+        return _gathered(inner, own, mesh, in_layer=jx.is_scan(equation))
+
+    return jx.map_subprograms(equation, change)
