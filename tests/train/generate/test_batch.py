@@ -101,11 +101,12 @@ def on_meshes():
         yield from ((name, mesh) for mesh in (fitting if name in ON_ALL else [fitting[n % len(fitting)]]))
 
 
-# Windows and full layers, in a batch whose rows get further prompts.
-def test_tokens_are_those_of_transformers():
-    prompts, expected = prompts_of("gemma3")
+# Windows and full layers, queries that grow, and first layers without experts, in a batch whose rows get further prompts.
+@pytest.mark.parametrize("name", ["gemma3", "ministral3", "dots1"])
+def test_tokens_are_those_of_transformers(name):
+    prompts, expected = prompts_of(name)
     chosen = [0, 4, 6]
-    found = continued(batch_of("gemma3", rows=2), [prompts[n] for n in chosen], 20)
+    found = continued(batch_of(name, rows=2), [prompts[n] for n in chosen], 20)
     assert found == [expected[n][:20] for n in chosen]
 
 

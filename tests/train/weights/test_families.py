@@ -19,8 +19,9 @@ from train.models.experts.config import ExpertsConfig
 from train.models.options import Options, RopeScaling
 from train.weights.described import described_by, published
 from train.weights.families.families import FAMILIES
-from train.weights.load import ROUTER_BIAS
+from train.weights.load import ROUTER_BIAS, open_files
 from train.weights.safetensors import open_folder
+from train.weights.writing import write_folder
 
 ROOT = Path(__file__).parents[3]
 TOLERANCE = 5e-5
@@ -98,6 +99,41 @@ def test_logits_are_the_same_from_shards(name, rules):
     assert np.abs(logits[:2, ::5] - wanted).max() < TOLERANCE * std
 
 
+@pytest.mark.parametrize("name", ["ministral3", "dots1"])
+def test_documents_in_one_row_are_those_in_rows_of_their_own(name):
+    config, (tokens, wanted, std) = config_of(name), expected(name)
+    model, variables = build(config), variables_of(name, config)
+    row, begins = np.concatenate([tokens[:1, :40], tokens[1:, :56]], axis=1), np.repeat([[0, 40]], [40, 56], axis=1)
+
+    def packed(params, segments):
+        return model.run(lambda module: module(row, segments), params, variables, False)[0]
+
+    params = loaded(name, config)
+    logits = jax.jit(packed)(params, jax.numpy.asarray(begins, np.int32))
+    assert np.abs(logits[0, :40:5] - wanted[0, :8]).max() < TOLERANCE * std
+    assert np.abs(logits[0, 40::5] - wanted[1, :12]).max() < TOLERANCE * std
+
+
+def test_layers_behind_the_last_one_are_left_out_with_a_line(tmp_path):
+    folder = open_folder(GOLDENS / "glm4_moe")
+    tensors = {name: folder.read(name) for name in folder.tensors}
+    tensors |= {f"model.layers.3.{name}.weight": np.ones(3, np.float32) for name in ("eh_proj", "enorm", "mlp.experts.0.up_proj")}
+    config = json.loads((GOLDENS / "glm4_moe" / "config.json").read_text())
+    shapes = {name: (array.dtype, array.shape) for name, array in tensors.items()}
+    for number in (1, 0):
+        values = {**config, "num_nextn_predict_layers": number}
+        values.pop("num_mtp_layers", None)
+        pieces = ((name, (), array) for name, array in tensors.items())
+        path = tmp_path / str(number)
+        write_folder(path, shapes, pieces, files={"config.json": json.dumps(values).encode()}, max_file_bytes=1 << 30)
+    model = config_of("glm4_moe")
+    wanted = jax.eval_shape(build(model).init, jax.random.key(0))[0]
+    files = open_files(published(tmp_path / "1"), model, wanted)
+    assert files.left_out == "3 tensors of other parts are left out (model.layers.3.)"
+    with pytest.raises(jgt.InputError, match=r"model.layers.3.eh_proj.weight \[3\] is not part of the model"):
+        open_files(published(tmp_path / "0"), model, wanted)
+
+
 def ablations():
     """Each option of each family that differs from the default, and does not decide which parameters there are."""
     shaping = ("norm", "norm_place", "qk_norm", "biases", "gated", "parallel", "positions", "norm_eps", "full_layers")
@@ -112,10 +148,12 @@ def ablations():
 
 
 def without(config, key):
-    """The config with the default of a key."""
+    """The config with the default of a key, or the other value of one whose default follows from others."""
     part, _, inner = key.partition(".")
     if inner:
         old = getattr(config, part)
+        if inner == "normalized":
+            return dataclasses.replace(config, experts=dataclasses.replace(old, normalized=not old.is_normalized))
         return dataclasses.replace(config, **{part: dataclasses.replace(old, **{inner: getattr(type(old), inner)})})
     return dataclasses.replace(config, **{key: DEFAULTS[key]} | ({"full_layers": (), "window_theta": None} if key == "window" else {}))
 
