@@ -17,9 +17,8 @@ from jgt.document import InputError, Node, path_problem, shown
 from ..files.bucket import is_url
 from ..files.cache import local_folder
 from ..models.config import ModelConfig
-from .eight_bits import in_eight_bits
 from .families.families import FAMILIES
-from .families.family import Family
+from .families.family import Family, words
 from .families.multimodal import OTHER_PARTS, TEXT_PARTS
 from .families.unsupported import QUANT_CONFIG, quantised, quantised_by, why_unsupported
 from .foreign import inside, read_json
@@ -29,6 +28,10 @@ from .keys import MOST_LAYERS, Keys
 MOST_BYTES = 1 << 24
 TOKENIZER = "tokenizer.json"
 _QUANTISED = ("quantization_config", "compression_config")
+_SILENT = words(
+    "activation_scheme config_groups dequantize exclude_modules ignore ignored_layers kv_cache_quant_algo kv_cache_scheme "
+    "modules_to_not_convert producer quant_algo quant_method scale_fmt"
+)
 MOST_TOKENS = 4096
 """The length of sequences where the run's file gives none."""
 
@@ -38,7 +41,8 @@ class Described:
     """A published model: the folder or file that was named, what its config.json says, its family and the keys of the model section.
 
     config: its contents, or those of the text part. names: tensors that have other names in the folder than in files of the family. others:
-    the beginnings of the names of tensors of other parts, which are left out. block: as `eight_bits.in_eight_bits` says it.
+    the beginnings of the names of tensors of other parts, which are left out. block: the rows and columns of a
+    block of a matrix in eight bits, which has one scale; (0, 0): the whole matrix; None: matrices are not in eight bits.
     """
 
     path: Path
@@ -109,11 +113,28 @@ def described_by(config: Mapping[str, Any], file: Path) -> Described:
 def _block(config: Mapping[str, Any], key: str, file: Path) -> tuple[int, int]:
     """The blocks of quantised tensors, of which a key says more. Raises InputError for those that cannot be read."""
     keys = Keys(config)
-    block = in_eight_bits(keys.group(key)) if isinstance(config.get(key), Mapping) else None
+    block = _in_eight_bits(keys.group(key)) if isinstance(config.get(key), Mapping) else None
     keys.finish(file)
     if block is None:
         raise InputError([f"{file}: {quantised(quantised_by(config) or 'modelopt')}"])
     return block
+
+
+def _in_eight_bits(k: Any) -> tuple[int, int] | None:
+    """The rows and columns of a block, (0, 0) for a whole matrix, by the keys of `quantization_config`; None for another method.
+
+    Notes problems there.
+    """
+    method, kind = k.values.get("quant_method"), k.values.get("quant_algo")
+    if method != "fp8" and (method not in (None, "modelopt") or kind != "FP8"):
+        return None
+    block = k.get("weight_block_size", [])
+    k.require("fmt", "e4m3", "float8_e4m3fn")
+    k.ignore(*_SILENT)
+    k.refuse_others()
+    if block and not (len(block) == 2 and all(type(n) is int and 0 < n < 1 << 20 for n in block)):
+        k.problems.append(f"{k.prefix}weight_block_size: {shown(block)} is not the rows and the columns of a block")
+    return tuple(block) if len(block) == 2 else (0, 0)
 
 
 def with_published(root: Node) -> Node:

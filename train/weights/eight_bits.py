@@ -12,41 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from jgt.document import shown
-
-from .families.family import words
 from .safetensors import DTYPES, PARAMETERS, Folder, Tensor, spans
 
 E4M3 = DTYPES["F8_E4M3"]
 _ENDS = ("_scale_inv", "_scale")
 # Of activations and of a cache, which are computed in the model's type here.
 _IDLE = ("input_scale", "activation_scale", "k_scale", "v_scale")
-_SILENT = words(
-    "activation_scheme config_groups dequantize exclude_modules ignore ignored_layers kv_cache_quant_algo kv_cache_scheme "
-    "modules_to_not_convert producer quant_algo quant_method scale_fmt"
-)
-
-
-def in_eight_bits(k: Any) -> tuple[int, int] | None:
-    """The rows and columns of a block, (0, 0) for a whole matrix, by the keys of `quantization_config`; None for another method.
-
-    Notes problems there.
-    """
-    method, kind = k.values.get("quant_method"), k.values.get("quant_algo")
-    if method != "fp8" and (method not in (None, "modelopt") or kind != "FP8"):
-        return None
-    block = k.get("weight_block_size", [])
-    k.require("fmt", "e4m3", "float8_e4m3fn")
-    k.ignore(*_SILENT)
-    k.refuse_others()
-    if block and not (len(block) == 2 and all(type(n) is int and 0 < n < 1 << 20 for n in block)):
-        k.problems.append(f"{k.prefix}weight_block_size: {shown(block)} is not the rows and the columns of a block")
-    return tuple(block) if len(block) == 2 else (0, 0)
 
 
 @dataclass(frozen=True)
 class EightBits:
-    """The matrices of a folder in eight bits. scales: the names of their scales, by theirs. block: as `in_eight_bits` says it."""
+    """The matrices of a folder in eight bits. scales: the names of their scales, by theirs. block: as in `Described`."""
 
     folder: Folder
     scales: Mapping[str, str]
