@@ -113,8 +113,8 @@ def folder(tmp_path_factory):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(QWEN))
     (folder / "run.yaml").write_text("devices: {virtual_cpu: 8}\n")
-    (folder / "mine.py").write_text("")
-    (folder / "mixture.py").write_text("")
+    for name in ("mine.py", "mixture.py", "vit.py"):
+        (folder / name).write_text("")
     return folder
 
 
