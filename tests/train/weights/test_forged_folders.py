@@ -201,7 +201,10 @@ CASES = {
     "number as activation": config(": hidden_act must be a text, not 3", hidden_act=3),
     "unknown activation": config(": hidden_act: 'os.system' is not supported", hidden_act="os.system"),
     "scaling that is a number": config(": rope_scaling must be a mapping, not 8", rope_scaling=8),
-    "scaling of unknown kind": config(": rope_scaling: 'yarn' is not supported", rope_scaling={"rope_type": "yarn", "factor": 2.0}),
+    "scaling of unknown kind": config(": rope_scaling: 'spiral' is not supported", rope_scaling={"rope_type": "spiral", "factor": 2.0}),
+    "yarn without a length": config(
+        ": rope_scaling: the key 'original_max_position_embeddings' is missing", rope_scaling={"rope_type": "yarn", "factor": 2.0}
+    ),
     "scaling whose kind is a list": config(": rope_scaling: rope_type must be a text", rope_scaling={"rope_type": []}),
     "scaling without factor": config(": rope_scaling: the key 'factor' is missing", rope_scaling={"rope_type": "linear"}),
     "scaling with text as factor": config(": rope_scaling: factor must be a number", rope_scaling={"rope_type": "linear", "factor": "8"}),
@@ -220,7 +223,7 @@ CASES = {
         rope_parameters={"rope_type": "linear", "factor": 4.0},
     ),
     "unknown key": config(": num_sinks: 4: jgt does not know this key", num_sinks=4),
-    "quantised": config(": the tensors are quantised (fp8)", quantization_config={"quant_method": "fp8"}),
+    "quantised": config(": the tensors are quantised (awq)", quantization_config={"quant_method": "awq"}),
     "code for a class that is not known": config(
         ": model_type: 'mine' is not known", model_type="mine", auto_map={"AutoModelForCausalLM": "modeling.Model"}
     ),
