@@ -90,7 +90,7 @@ class CommandParser(argparse.ArgumentParser):
             if re.fullmatch(r"--\w+(\.\w+)+", flag):
                 problems.append(f"{flag}: is not a flag. An override of the run's file has no dashes: {flag[2:]}=VALUE")
             else:
-                # Dashes do not make flags alike.
+                # The dashes that all flags share are left out of the comparison.
                 close = most_similar(flag[2:], [known[2:] for known in (*self.flags(), "--help")])
                 near = f"Did you mean '--{close}'?" if close else f"{nearest('', self.flags())} {self.NOT_FLAGS}"
                 problems.append(f"{flag}: unknown flag. {near}".rstrip())

@@ -42,7 +42,7 @@ def descriptions(cls: type[Any]) -> dict[str, str]:
                 keys = names.split(", ")
                 found |= dict.fromkeys(keys, text)
             else:
-                # A text goes on to the end of its paragraph.
+                # A description continues until the end of its paragraph.
                 keys = keys if line else []
                 found |= {key: f"{found[key]} {line}" for key in keys}
     return found

@@ -182,7 +182,7 @@ def _prepared(run: Run, element: Element | None) -> Setup:
     """The program of a run, under the rules that an earlier start of it chose if they still fit. Raises InputError."""
     file = run.config.run.path / CONFIG
     if run.rules.otherwise is not None and file.is_file():
-        # Chosen for another mesh or model, or in a damaged file, they are chosen anew.
+        # If they were chosen for another mesh or model, or the file is damaged, new ones are chosen.
         with contextlib.suppress(InputError):
             stored = document.read(file).find("rules")
             rules, by = make_rules(stored), run.rules.otherwise

@@ -136,7 +136,7 @@ FAST, SLOW = (1.0, 0.1, 0.05), (1.0, 0.5, 0.45)
         ([(FAST, FAST)] * 4, []),
         ([(FAST, FAST), (SLOW, SLOW), (FAST, FAST), (FAST, FAST)], [(1, 1.67, "data")]),
         ([(FAST, FAST), ((1.0, 0.5, 0.05),) * 2], [(1, 1.67, "host")]),
-        # One pause is not a habit, and all hosts may be busy alike.
+        # One pause may be chance, and all hosts may be equally busy.
         ([(FAST, FAST), (FAST, SLOW), (FAST, FAST)], []),
         ([(SLOW, SLOW)] * 3, []),
         ([(SLOW, SLOW)], []),

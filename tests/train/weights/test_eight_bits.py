@@ -1,4 +1,4 @@
-"""Files in eight bits: each part is that of the product with its scales, bit for bit, and no byte beyond it is read."""
+"""Files in eight bits: each part equals that part of the dequantised matrix bit for bit, and only its own bytes are read."""
 
 import dataclasses
 import json

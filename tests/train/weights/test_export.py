@@ -456,7 +456,7 @@ def test_the_biases_of_routers_are_trained_on_from_those_of_the_files(tmp_path):
     np.testing.assert_allclose(moves, np.round(moves), rtol=0, atol=1e-3)
     np.testing.assert_array_equal(saved_arrays(tmp_path / "run" / "checkpoints", 3)["variables/layers/moe/bias"], [*map(after.read, names)])
     np.testing.assert_array_equal(after.read(UP := "model.layers.1.mlp.experts.3.up_proj.weight"), before.read(UP))
-    # The model of the run has them, and so has that of the export.
+    # The model of the run has these values, and the exported model has the same.
     for place in (tmp_path / "run", tmp_path / "exports" / "3"):
         found = load_model(place).variables["layers"]["moe"]["bias"]
         np.testing.assert_array_equal(found, [*map(after.read, names)])

@@ -86,7 +86,7 @@ class ExpertsConfig:
         if self.choose > self.count:
             yield "choose", f"{self.choose} of count {self.count} experts cannot be chosen. Use {self.count} at most"
         if self.shared_gate and not self.shared:
-            yield "shared_gate", "there is no shared MLP whose result a gate could multiply. Give shared, or leave it out"
+            yield "shared_gate", "it multiplies the result of a shared MLP, and there is none. Set shared, or leave shared_gate out"
         if self.groups is not None:
             yield from self._group_problems(self.groups)
 
