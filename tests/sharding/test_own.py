@@ -294,6 +294,23 @@ def test_parameters_of_an_explicit_program_are_born_where_the_rules_have_them():
     assert params["up"].sharding == NamedSharding(OTHER, P(None, "columns", None))
 
 
+@pytest.mark.parametrize("own", ["drop", "keep"])
+def test_a_gradient_of_a_sharded_function_is_sharded_again(own):
+    """A step calls the gradient of a loss that has rules of its own."""
+
+    def loss(params, x):
+        with jgt.signal.context("mlp"):
+            return (jgt.signal.tensor(jnp.tanh(params["table"][x]), "h") ** 2).mean()
+
+    rules = {"signals": {"mlp": {"tensors": {"h": ["data", None]}}}, "default": "replicate"}
+    step = jax.value_and_grad(jgt.shard(loss, rules, AUTO))
+    outer = {"params": {"table": [None, "tensor"]}, "default": "replicate"}
+    value, gradients = jgt.shard(lambda params, x: step(params, x), outer, AUTO, own=own)(PARAMS, X)
+    right, of_one_device = jax.value_and_grad(loss)(PARAMS, X)
+    np.testing.assert_allclose(value, right, rtol=1e-6)
+    np.testing.assert_allclose(gradients["table"], of_one_device["table"], rtol=1e-5, atol=1e-7)
+
+
 def test_what_names_no_mesh_and_what_names_two_is_refused():
     with pytest.raises(jgt.InputError, match="rules_of: nothing names a mesh"):
         jgt.rules_of(lambda params, x: x, PARAMS, X)

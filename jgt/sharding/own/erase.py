@@ -154,9 +154,9 @@ class _Eraser:
 
     def _plain(self, equation: Equation, place: Place, values: _Values) -> Equation:
         """An equation without layout, and on no mesh."""
-        if _stays(equation):
-            return equation
         invars, outvars = [values.atom(a) for a in equation.invars], [values.var(v) for v in equation.outvars]
+        if _stays(equation):
+            return equation.replace(invars=invars, outvars=outvars)
         if is_manual(equation):
             equation = equation.replace(params={**equation.params, "mesh": with_auto_axes(equation.params["mesh"])})
         if equation.primitive.name not in ON_A_DEVICE:
