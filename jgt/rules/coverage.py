@@ -56,9 +56,9 @@ def unreached(rules: Rules, seen: Seen) -> Iterator[str]:
     paths = list(seen.params)
     rows += _rows_of_parameters("params", rules.params, ("params",), "no parameter matches", paths)
     rows += _rows_of_parameters("optimizer", rules.optimizer, ("optimizer",), f"no parameter matches{_FITS}", paths)
-    rows += [
-        (("inputs", n), rule.where, f"inputs: {rule.pattern}", "no argument of that name and rank") for n, rule in enumerate(rules.inputs)
-    ]
+    # A rule that nobody wrote is no mistake where a function has no batch.
+    inputs = () if rules.is_batch_implied else rules.inputs
+    rows += [(("inputs", n), rule.where, f"inputs: {rule.pattern}", "no argument of that name and rank") for n, rule in enumerate(inputs)]
     for slot, where, label, reason in rows:
         by = shadowed.get(slot)
         # A rule that got its turn and did not fit counts as decided, because another problem says so.

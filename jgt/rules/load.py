@@ -62,7 +62,8 @@ def make_rules(tree: Mapping[str, Any] | Node) -> Rules:
     if file is None:
         raise InputError(problems)
     values = {field.name: getattr(file, field.name) for field in fields(Rules)}
-    return replace(Rules(**values), signals=tuple(map(_with_name, file.signals)))
+    implied = "inputs" not in root.children and "batch" in groups
+    return replace(Rules(**values), signals=tuple(map(_with_name, file.signals)), is_batch_implied=implied)
 
 
 def _plain(value: Any) -> Any:

@@ -211,7 +211,8 @@ class Rules:
     reads: `whole`: a parameter that is split is gathered where an operation reads it. Without this key, XLA chooses.
     otherwise: what splits large parameters without rules, or where those of a shipped file do not fit the program.
 
-    is_chosen says whether they were made by `otherwise`, for one program.
+    is_chosen says whether they were made by `otherwise`, for one program; is_batch_implied, whether nobody wrote `inputs`, and they follow
+    the group `batch`.
     """
 
     FOLDER: ClassVar[str] = "rules"
@@ -226,6 +227,7 @@ class Rules:
     reads: Literal["whole"] | None = None
     otherwise: SplitRule | None = None
     is_chosen: bool = field(default=False, compare=False)
+    is_batch_implied: bool = field(default=False, compare=False)
     where: str = field(default="rules", compare=False)
 
     @property

@@ -125,6 +125,10 @@ def test_a_rule_that_decides_somewhere_is_not_shadowed():
     assert list(asked.unreached()) == []
 
 
+def test_a_function_without_a_batch_needs_none_for_the_group_batch():
+    assert list(Asked("axes: {batch: [a]}").unreached()) == []
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
