@@ -332,7 +332,7 @@ def test_a_call_loads_what_its_rules_and_its_program_ask_for():
     assert {path for path in plain if replacements in path.parents} == {replacements / "__init__.py", replacements / "replacement.py"}
     assert not {ROOT / "jgt" / "api" / "verify.py", ROOT / "jgt" / "document" / "reader.py"} & plain
     assert ROOT / "jgt" / "sharding" / "partitioner" / "avoid.py" in plain
-    assert lines_in(plain) <= 7_875
+    assert lines_in(plain) <= 7_950
 
 
 def test_signals_load_experts_only_for_a_model_that_calls_them():
@@ -350,7 +350,7 @@ def test_the_code_that_shards_can_be_read_in_an_afternoon():
     assert without < files
     count = lines_in(files - without)
     avoided = lines_in((ROOT / "jgt" / "sharding" / "partitioner").glob("*.py"))
-    assert count <= 4_225
+    assert count <= 4_300
     assert avoided <= 1_350
     assert f"about {round(count, -2):,} lines, comments included. About {round(avoided, -2):,} more" in " ".join(paragraph.split())
 

@@ -45,7 +45,7 @@ def replacements_of(rules: Rules, *, wide_gradients: bool = False, reverse_mode:
     if has_overlap:
         found.append(importlib.import_module("jgt.replacements.overlap").Overlap(rules))
     if rules.reads == "whole":
-        found.append(importlib.import_module("jgt.replacements.whole_reads").WholeReads())
+        found.append(importlib.import_module("jgt.replacements.whole_reads").WholeReads(rules.where))
     return found
 
 

@@ -89,7 +89,7 @@ def _parameter(
         local_bytes=a.local_bytes,
         # The gradient has the moment's sharding, but the parameter's type: moments may be kept in another one.
         gradient_bytes=moment.local_bytes // moment.dtype.itemsize * a.dtype.itemsize if is_updated else 0,
-        source=next((line for signal, line in zip(use.signals, use.sources, strict=True) if line and signal != OPTIMIZER), ""),
+        source=next((line for signal, line in zip(use.signals, use.sources, strict=False) if line and signal != OPTIMIZER), ""),
     )
 
 

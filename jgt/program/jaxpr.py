@@ -40,6 +40,8 @@ Var = jex.Var
 Atom = jex.Var | jex.Literal
 """An operand of an equation, or an output of a program."""
 
+_SIGNAL = f"{Path(__file__).parents[1] / 'signal.py'}:"
+"""Where `signal.tensor` names values for its caller."""
 _ELEMENTWISE = (
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj "
     "convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma "
@@ -354,7 +356,7 @@ def line_in(traceback: Any) -> str:
     """The same for a traceback."""
     frames = source_info_util.user_frames(traceback)
     lines = [f"{frame.file_name}:{frame.start_line}" for frame in frames]
-    line = next((line for line in lines if "site-packages" not in line), lines[0] if lines else "")
+    line = next((line for line in lines if "site-packages" not in line and not line.startswith(_SIGNAL)), lines[0] if lines else "")
     return line.removeprefix(f"{Path.cwd()}/")
 
 

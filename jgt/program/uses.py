@@ -23,7 +23,7 @@ from jgt.program.places import Place, place_of
 class Use:
     """The signals under which a parameter is used, and its dims that no longer exist there: scanned over or indexed.
 
-    sources: file:line of a use under each signal.
+    sources: file:line of a use under each signal, or of one at all if it is under none.
     """
 
     signals: tuple[str, ...]
@@ -178,6 +178,6 @@ def _use(consumers: set[_Consumer]) -> Use:
     # A use in layers/attn counts more than one in layers: it is more specific, and rules of `layers` cover it as well.
     innermost = tuple(s for s in signals if s and not any(other.startswith(f"{s}/") for other in signals))
     relevant = (c.sliced for c in meeting if c.signal in innermost or not innermost)
-    sources = tuple(min((c.source for c in meeting if c.source and c.signal == signal), default="") for signal in innermost)
+    sources = tuple(min((c.source for c in meeting if c.source and c.signal == signal), default="") for signal in innermost or ("",))
     # One spec has to serve all uses. It is written for the use that sees the fewest dims.
     return Use(innermost, max(relevant, key=len, default=frozenset[int]()), sources)

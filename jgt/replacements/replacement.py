@@ -15,16 +15,20 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.program.dims import Dims, num_parts, show_dims
-from jgt.program.jaxpr import Program, Var
+from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.places import Place
 from jgt.program.reads import Read
 from jgt.rules import AnyMatch
 
 Policy = Callable[..., Any]
 """A policy of jax.checkpoint says from a primitive, avals and params whether the results are saved, or where."""
+
+Inserted = tuple[str, str, str, Equation | int, Var, NamedSharding | None, NamedSharding]
+"""A constraint: the file:line of its rule, what it is on, the signal, the operation or the number of the argument, the value, its sharding
+(None: left to the partitioner), and that of its cotangent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +87,14 @@ class Replaced:
     """A program after `apply`.
 
     split: the values that stay split, although a rule makes them whole. matches: the answers of the rules that were asked. problems: what
-    is wrong with the rules here.
+    is wrong with the rules here. inserted: the constraints in the program that are new.
     """
 
     program: Program
     split: frozenset[Var] = frozenset()
     matches: tuple[AnyMatch, ...] = ()
     problems: tuple[str, ...] = ()
+    inserted: Sequence[Inserted] = ()
 
 
 class Replacement(Protocol):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,8 +22,8 @@ from jgt.program import jaxpr as jx
 from jgt.program.constraints import constraint_equations, wrap_in_checkpoint
 from jgt.program.dims import Dims, partition_spec
 from jgt.program.jaxpr import Equation, Program, Var
-from jgt.program.places import Place, mesh_around
-from jgt.replacements.replacement import Replaced, Site
+from jgt.program.places import Place, mesh_around, place_of
+from jgt.replacements.replacement import Inserted, Replaced, Site
 
 _KEEPS_DIMS = ("convert_element_type", "copy", "name", "optimization_barrier")
 _RECOMPUTED = ("sharding_constraint", "transpose", "reshape", "squeeze", "broadcast_in_dim")
@@ -30,8 +31,11 @@ _Split = dict[Var, Dims]
 """Variables that are parameters in parts, with the axes of their dims."""
 
 
+@dataclass(frozen=True)
 class WholeReads:
-    """A replacement by which the equations of a program read whole parameters."""
+    """A replacement by which the equations of a program read whole parameters. where: the file:line of the rules that ask for it."""
+
+    where: str
 
     def apply(self, program: Program, around: Place, site: Site) -> Replaced:
         """See `Replacement`. The whole program of a call is changed at once, because only there it is known what is a parameter."""
@@ -39,10 +43,26 @@ class WholeReads:
             return Replaced(program=program)
         places = zip(jx.body(program).invars, site.parameters, strict=False)
         split = {var: dims for var, place in places if any(dims := site.free(place.dims, ()))}
-        return Replaced(program=_gathered(program, split, mesh_around() or site.mesh, in_layer=False))
+        reads = _Reads(self.where, mesh_around() or site.mesh, [])
+        return Replaced(program=_gathered(program, split, reads, around, in_layer=False), inserted=reads.inserted)
 
 
-def _gathered(program: Program, split: _Split, mesh: Any, *, in_layer: bool) -> Program:
+@dataclass(frozen=True)
+class _Reads:
+    """The constraints of one call. mesh: of their shardings."""
+
+    where: str
+    mesh: Any
+    inserted: list[Inserted]
+
+    def whole(self, var: Var, parts: Dims, equation: Equation, place: Place) -> tuple[list[Equation], Var]:
+        """Equations that make a variable whole before an equation that reads it, and the whole variable."""
+        free, split = (NamedSharding(self.mesh, partition_spec(dims)) for dims in (((),) * len(parts), parts))
+        self.inserted.append((self.where, "parameter, read whole", place.path, equation, var, free, split))
+        return constraint_equations(var, free, split, equation)
+
+
+def _gathered(program: Program, split: _Split, reads: _Reads, around: Place, *, in_layer: bool) -> Program:
     """The program that reads whole values of these variables. in_layer: whether it is the body of a loop that nothing recomputes."""
     eqns: list[Equation] = []
     whole: dict[Var, Var] = {}
@@ -58,11 +78,10 @@ def _gathered(program: Program, split: _Split, mesh: Any, *, in_layer: bool) -> 
         inside = _entered(equation, split) or _looked_up(equation, split)
         for var in dict.fromkeys(a for a in equation.invars if jx.is_var(a) and a in split):
             if var not in whole and var not in inside:
-                parts, free = split[var], NamedSharding(mesh, partition_spec(((),) * len(split[var])))
-                new, whole[var] = constraint_equations(var, free, NamedSharding(mesh, partition_spec(parts)), equation)
+                new, whole[var] = reads.whole(var, split[var], equation, place_of(equation, around))
                 eqns += new
         operands = [whole[a] if jx.is_var(a) and a in whole and a not in inside else a for a in equation.invars]
-        eqns.append(_with_inside(equation, inside, mesh).replace(invars=operands))
+        eqns.append(_with_inside(equation, inside, reads, around).replace(invars=operands))
     new_program = jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
     # JAX cannot keep complex values of a region with a policy.
     is_real = not any(jnp.issubdtype(jx.dtype_of(v), jnp.complexfloating) for e in eqns for v in e.outvars if not jx.is_dropped(v))
@@ -113,13 +132,13 @@ def _looked_up(equation: Equation, split: Mapping[Var, Dims]) -> _Split:
     return {table: split[table]} if equation.primitive.name == "gather" and jx.is_var(table) and table in split and is_less else {}
 
 
-def _with_inside(equation: Equation, inside: _Split, mesh: Any) -> Equation:
+def _with_inside(equation: Equation, inside: _Split, reads: _Reads, around: Place) -> Equation:
     if not inside:
         return equation
 
     def change(inner: Program) -> Program:
         pairs = zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)
         own = {v: inside[a][len(inside[a]) - len(jx.shape_of(v)) :] for a, v in pairs if a is not None and jx.is_var(a) and a in inside}
-        return _gathered(inner, own, mesh, in_layer=jx.is_scan(equation))
+        return _gathered(inner, own, reads, place_of(equation, around), in_layer=jx.is_scan(equation))
 
     return jx.map_subprograms(equation, change)

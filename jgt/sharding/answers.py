@@ -19,6 +19,7 @@ from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, coarse_dims
 from jgt.program.jaxpr import Equation, Var
 from jgt.program.places import Place
+from jgt.replacements.replacement import Inserted
 from jgt.rules import AnyMatch, Match, Rules, SaveRule, SpecRule, match_out, match_save, match_tensor, prefixes
 from jgt.sharding.placement import CallContext
 
@@ -29,7 +30,7 @@ class RuleAnswers:
     """The rules asked about the values of one program. Each question fills the collections, which are read after the last one.
 
     matches: the answers that got a rule or a problem. signals: the paths of all places. tensors: the places of each tensor name.
-    out_ranks: the ranks of the values that leave each signal.
+    out_ranks: the ranks of the values that leave each signal. inserted: the constraints that follow.
     """
 
     def __init__(self, rules: Rules, site: CallContext):
@@ -39,6 +40,7 @@ class RuleAnswers:
         self.signals: set[str] = set()
         self.tensors: dict[str, set[str]] = {}
         self.out_ranks: dict[str, set[int]] = {}
+        self.inserted: list[Inserted] = []
 
     def add(self, matches: Iterable[AnyMatch], problems: Iterable[str]) -> None:
         """Adds answers that came from elsewhere, and the problems found there."""

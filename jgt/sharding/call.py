@@ -23,8 +23,8 @@ from jgt.program.constraints import pinned_dims
 from jgt.program.dims import Dims, partition_spec
 from jgt.program.jaxpr import Program
 from jgt.program.reads import narrow_reads
-from jgt.replacements.replacement import Replacement
-from jgt.rules import Rules, Seen, unreached
+from jgt.replacements.replacement import Inserted, Replacement
+from jgt.rules import Match, Rules, Seen, SpecRule, unreached
 from jgt.sharding.answers import RuleAnswers
 from jgt.sharding.argument_specs import ArgumentSpecs, check_aliases, input_specs, parameter_specs, uneven_sizes
 from jgt.sharding.arguments import Arguments, Traced
@@ -42,7 +42,7 @@ class PlannedCall:
     out_tree: the tree of the result. program: the traced program. rewritten: the program with every rule applied; None in a pipeline,
     which rewrites parts. storage: the stored forms of parameters that are not stored as the model has them. run_stored: `run` for stacks
     that are stored on their stages. is_reusable: whether other calls with the same key may use it, too; not if the function closed over
-    values of a trace around it.
+    values of a trace around it. inserted: the constraints that rules have put into the program. answers: the rule of each argument.
     """
 
     placement: Placement
@@ -52,6 +52,8 @@ class PlannedCall:
     program: Program
     rewritten: Program | None
     is_reusable: bool
+    inserted: Sequence[Inserted] = ()
+    answers: Sequence[Match[SpecRule]] = ()
     storage: Storage | None = None
     run_stored: Run | None = None
 
@@ -134,6 +136,9 @@ def plan_call(
         program=program,
         rewritten=applied.program if pipeline is None else None,
         is_reusable=not jx.closes_over_tracers(program),
+        inserted=applied.answers.inserted,
+        # The answer about a parameter is followed by the one about its optimizer's state.
+        answers=(*applied.params.matches[::2], *applied.inputs.matches),
     )
 
 

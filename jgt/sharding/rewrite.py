@@ -54,6 +54,7 @@ def rewrite(
         new, pinned[var] = constraint_equations(var, value, cotangent, None)
         eqns += new
         rewriter.layouts[var] = value, cotangent
+        rewriter.answers.inserted.append(("", "", "", index, var, value, cotangent))
     new_program, saves = rewriter.program(program, Place(), pinned, eqns)
     # Names that no scan and no checkpoint contains make the whole function one region.
     if saves and applies:
@@ -129,6 +130,7 @@ class _Rewriter:
             if self._applies:
                 program = replaced.program
                 self._split |= replaced.split
+                self.answers.inserted += replaced.inserted
         renamed = dict(pinned or {})
         new_eqns = list(eqns or ())
         saves: dict[str, SaveRule] = {}
@@ -192,8 +194,14 @@ class _Rewriter:
         if cotangent is None and _is_narrowing(equation) and equation.invars[0] in self.layouts:
             # An argument travels after the cast. Without the constraint, the partitioner may gather first and cast then.
             value, cotangent = self.layouts[equation.invars[0]]
+            what = "cast of an argument"
         value = cotangent if var in self._split else value
-        if cotangent is None or not self.constrains:
+        if cotangent is None or self._site.mesh.size == 1:
+            return [], var
+        # In a pipeline, too, whose parts get the same constraints where they run.
+        where = " and ".join(dict.fromkeys(rule.where for rule in (forward, backward) if rule is not None))
+        self.answers.inserted.append((where, what, place.path, equation, var, value, cotangent))
+        if not self._applies:
             return [], var
         return constraint_equations(var, value, cotangent, equation)
 

@@ -12,8 +12,9 @@ that asks for the placement, compiles its step and makes a plan of it calls the 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, cast
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -42,6 +43,9 @@ from jgt.sharding.partitioner import avoid_faults
 from jgt.sharding.placement import Placement
 from jgt.sharding.staged import Run, Staging
 from jgt.sharding.storage import Storage
+
+if TYPE_CHECKING:
+    from jgt.sharding.inserted import Insertions
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -93,6 +97,13 @@ class Sharded(Generic[_P, _R]):
         """The arrays of a call and what it runs, for comparisons of both programs. Raises InputError as a call does."""
         arguments = self._arguments(args, kwargs)
         return arguments, self._plan(arguments)
+
+    def inserted(self, *args: _P.args, **kwargs: _P.kwargs) -> Insertions:
+        """The constraints that jgt puts into the program of a call, each with the lines of its rule and its operation.
+
+        `print` shows a table. Raises InputError as a call does.
+        """
+        return importlib.import_module("jgt.sharding.inserted").insertions_of(*self.planned(*args, **kwargs))
 
     def storage(self, *args: _P.args, **kwargs: _P.kwargs) -> Storage | None:
         """The form in which parameters are best stored between steps; None: as the model has them."""

@@ -48,7 +48,7 @@ def check(argv: Sequence[str] | None = None) -> int:
                 print("\n".join(data.notes), end="\n" * bool(data.notes))
                 print_windows(windows)
             return 0
-        from .check import check_placement, print_check, to_json
+        from .check import check_placement, inserted_json, print_check, print_inserted, to_json
 
         setup = check_placement(run)
     except InputError as error:
@@ -58,7 +58,9 @@ def check(argv: Sequence[str] | None = None) -> int:
             print("\n".join(error.problems), file=sys.stderr)
         return 2
     if arguments.json:
-        print(json.dumps(to_json(setup), indent=1))
+        print(json.dumps(to_json(setup) | (inserted_json(setup) if arguments.inserted else {}), indent=1))
+    elif arguments.inserted:
+        print_inserted(setup)
     else:
         print_check(setup)
     return 0
@@ -68,6 +70,8 @@ def check_parser() -> RunParser:
     """The command line of the check."""
     parser = RunParser("jgt check", "Checks rules against mesh and shapes, without devices.")
     parser.add_argument("--devices", type=whole_number(), metavar="N", help="the number of devices to check for")
+    inserted = "show each constraint that jgt inserts, with the line of its rule and the line of the operation"
+    parser.add_argument("--inserted", action="store_true", help=inserted)
     windows = "print the first N windows (1) of the training data instead: a line for each token"
     parser.add_argument("--show-data", type=whole_number(), nargs="?", const=1, metavar="N", help=windows)
     held_out = "with --show-data: print windows of the held-out data, of one part of a mixture or of each"

@@ -7,7 +7,9 @@ that shows whether rules, mesh and shapes fit. Most of its time is that of impor
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -96,6 +98,21 @@ def print_check(setup: Setup) -> None:
         screen.say("The data was not read: jgt train FILE --dry-run reads all of it, and jgt check FILE --show-data shows some.")
     if not is_verified(setup.run):
         screen.say("This layout was never compared with one device on this machine: jgt verify FILE does that in seconds.")
+
+
+def inserted_json(setup: Setup) -> dict[str, object]:
+    """The constraints that rules put into the program of the loss, as plain values, for --json."""
+    return {"inserted": list(map(asdict, _inserted(setup)))}
+
+
+def print_inserted(setup: Setup) -> None:
+    """Prints these constraints for a person."""
+    print(_inserted(setup))
+
+
+def _inserted(setup: Setup) -> Any:
+    arguments: tuple[Any, ...] = setup.program.shapes
+    return setup.program.loss.inserted(*arguments)
 
 
 def rules_text(setup: Setup) -> str:
