@@ -11,6 +11,7 @@ bytes of the whole program, and their times are the time of the step.
 from __future__ import annotations
 
 import collections
+import importlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -106,6 +107,11 @@ class Plan:
     exposed_ms: Mapping[str, float]
     assumptions: tuple[str, ...]
     seconds: float
+
+    def __str__(self) -> str:
+        """The tables that `jgt plan` shows."""
+        # By the name that the package gives it: a report is about plans.
+        return getattr(importlib.import_module(__name__.rpartition(".")[0]), "Report")(self).text  # noqa: B009 - a module has no types of its names
 
     @property
     def warnings(self) -> list[str]:

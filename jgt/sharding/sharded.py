@@ -80,6 +80,17 @@ class Sharded(Generic[_P, _R]):
         self._signature = Signature.of(fn, state)
         self._planned: dict[Hashable, PlannedCall] = {}
 
+    def __repr__(self) -> str:
+        """What it is: the function, the rules and how many they are, the mesh, and what becomes of a layout of the function's own."""
+        rules, mesh, stages = self._rules, self._mesh, self._pipeline
+        name = getattr(self._fn, "__qualname__", type(self._fn).__name__)
+        numbers = {"signal": len(rules.signals), "spec": sum(1 for _ in rules.spec_rules())}
+        counts = ", ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in numbers.items())
+        axes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+        lines = [f"{name}, sharded", f"rules: {rules.where}, {counts}", f"mesh: {axes} = {mesh.size} devices"]
+        lines += [] if stages is None else [f"pipeline: {stages.signal} over {stages.axis}"]
+        return "\n  ".join([*lines, f"layouts of its own: {'dropped' if rules.own == 'drop' else 'kept'}"])
+
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """The function's result. Raises InputError if rules, mesh and shapes do not fit, with every problem."""
         arguments = self._arguments(args, kwargs)

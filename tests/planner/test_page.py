@@ -125,3 +125,9 @@ def test_paths_of_this_machine_are_shortened(small):
 def test_columns_without_text_are_left_out(small):
     heads = [data for data in Reader(page(small)).texts if data in ("rule", "exposed ms", "signal")]
     assert "signal" in heads and "rule" not in heads
+
+
+def test_a_plan_prints_as_the_command_shows_it(small, capsys):
+    Report(small).print()
+    assert str(small) == capsys.readouterr().out
+    assert re.search(r"^Signals, for one device and step$", str(small), re.MULTILINE)

@@ -160,3 +160,22 @@ def test_the_trainer_calls_its_loss_once_for_each_batch_size(config, overrides, 
     made.train_step().lower(*made.step_shapes)
     jax.eval_shape(made.objective.evaluated, made.shapes.params, made.shapes.variables, made.batch_shapes)
     assert len(counted) == calls
+
+
+def test_what_a_sharded_function_says_of_itself(tmp_path, mesh):
+    (tmp_path / "rules.yaml").write_text("params: {w: [data, null]}\nsignals: {mlp: {out: [data, null]}}\nown: keep\ndefault: replicate\n")
+
+    def loss(params, x):
+        return x @ params["w"]
+
+    sharded = jgt.shard(loss, str(tmp_path / "rules.yaml"), mesh)
+    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    first, *others = str(sharded).splitlines()
+    assert first == f"{loss.__qualname__}, sharded"
+    assert others == [
+        f"  rules: {tmp_path}/rules.yaml:1, 1 signal, 2 specs",
+        f"  mesh: {sizes} = {mesh.size} devices",
+        "  layouts of its own: kept",
+    ]
+    pipeline = jgt.Pipeline(signal="layers", microbatches=2, axis=mesh.axis_names[0])
+    assert f"  pipeline: layers over {mesh.axis_names[0]}" in str(jgt.shard(loss, {}, mesh, pipeline=pipeline)).splitlines()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import difflib
+import io
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,13 @@ class Report:
     def print(self) -> None:
         """Writes the plan to stdout."""
         print_plan(self.plan)
+
+    @property
+    def text(self) -> str:
+        """The plan as a terminal shows it that is as wide as the tables."""
+        file = io.StringIO()
+        print_plan(self.plan, file)
+        return file.getvalue()
 
     def write_page(self, path: Path) -> None:
         """Writes the plan as an HTML page."""
