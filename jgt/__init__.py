@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jgt.adapters.packed import Packing as Packing
     from jgt.api.found import rules_of
     from jgt.api.jitted import verify_jit
+    from jgt.api.picture import picture
     from jgt.api.shard import init, place, shard
     from jgt.api.verify import Verification, verify
     from jgt.command.commands import find_command as find_command
@@ -54,6 +55,7 @@ _NAMES = {
     "jgt.adapters.packed": ("Packing",),
     "jgt.api.found": ("rules_of",),
     "jgt.api.jitted": ("verify_jit",),
+    "jgt.api.picture": ("picture",),
     "jgt.api.shard": ("init", "place", "shard"),
     "jgt.api.verify": ("Verification", "verify"),
     "jgt.command.commands": ("find_command",),
@@ -93,6 +95,7 @@ __all__ = [
     "load_rules",
     "make_mesh",
     "make_rules",
+    "picture",
     "place",
     "plan",
     "rules_of",

@@ -81,7 +81,7 @@ class Sharded(Generic[_P, _R]):
         self._planned: dict[Hashable, PlannedCall] = {}
 
     def __repr__(self) -> str:
-        """What it is: the function, the rules and how many they are, the mesh, and what becomes of a layout of the function's own."""
+        """The function, the rules and their number, the mesh, and what becomes of layouts of the function's own."""
         rules, mesh, stages = self._rules, self._mesh, self._pipeline
         name = getattr(self._fn, "__qualname__", type(self._fn).__name__)
         numbers = {"signal": len(rules.signals), "spec": sum(1 for _ in rules.spec_rules())}
