@@ -31,6 +31,8 @@ from jax import lax
 
 import jgt
 from jgt.program import jaxpr as jx
+from jgt.program.equations import subprograms
+from jgt.program.tracing import tensor_name
 from jgt.sharding.partitioner import avoided_faults, with_faults
 from jgt.signal import tensor
 
@@ -153,9 +155,9 @@ def tensors_of(fn, params, x):
 
     def walk(program):
         for equation in jx.body(program).eqns:
-            if name := jx.tensor_name(equation):
+            if name := tensor_name(equation):
                 found[name] = jx.shape_of(equation.outvars[0])
-            for inner in jx.subprograms(equation):
+            for inner in subprograms(equation):
                 walk(inner)
 
     walk(jax.make_jaxpr(fn)(params, x))

@@ -10,7 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 import jgt
 from jgt.program import jaxpr as jx
+from jgt.program.equations import subprograms
 from jgt.program.places import Place, place_of
+from jgt.program.tracing import trace
 from jgt.signal import context, tensor
 
 RULES = jgt.make_rules({"default": "replicate"})
@@ -24,7 +26,7 @@ def paths(fn, *args):
         for equation in jx.body(program).eqns:
             place = place_of(equation, around)
             found.setdefault(equation.primitive.name, set()).add(place.path)
-            for inner in jx.subprograms(equation):
+            for inner in subprograms(equation):
                 walk(inner, place)
 
     walk(jax.make_jaxpr(fn)(*args), Place())
@@ -204,5 +206,5 @@ def test_a_context_can_be_used_again_and_inside_of_itself():
         with again:
             return x * 2
 
-    places = [place_of(e, Place()).path for e in jx.body(jx.trace(model, 1.0)[0]).eqns]
+    places = [place_of(e, Place()).path for e in jx.body(trace(model, 1.0)[0]).eqns]
     assert places == ["a", "a/a", "a"]

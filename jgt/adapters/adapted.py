@@ -24,6 +24,7 @@ from jgt.adapters.packed import changed, read_by, sliceable
 from jgt.program import jaxpr as jx
 from jgt.program.dims import reshape_runs
 from jgt.program.jaxpr import Equation
+from jgt.program.tracing import result_of
 
 Label = tuple[Any, ...]
 """The numbers of the parameter's dims that a dim is made of, and what distinguishes it from other dims made of these."""
@@ -154,10 +155,10 @@ class Adapted:
         params, name = equation.params, equation.primitive.name
         is_cast = name == "convert_element_type" and jnp.issubdtype(params["new_dtype"], jnp.floating)
         if is_cast or name in ("name", "copy", "sharding_constraint"):
-            return replace(self, matrix=self.matrix.changed(partial(jx.result_of, equation), self.labels))
+            return replace(self, matrix=self.matrix.changed(partial(result_of, equation), self.labels))
         if name == "transpose":
             labels = tuple(self.labels[n] for n in params["permutation"])
-            return replace(self, matrix=self.matrix.changed(partial(jx.result_of, equation), labels))
+            return replace(self, matrix=self.matrix.changed(partial(result_of, equation), labels))
         if name == "slice":
             strides = params["strides"] or (1,) * len(self.labels)
             ends = zip(params["start_indices"], params["limit_indices"], strides, strict=True)
@@ -204,7 +205,7 @@ class Adapted:
         (own, of_other), (own_batch, batch) = (pair if is_left else pair[::-1] for pair in sides)
         contracted, shared = [self.labels[n] for n in own], [self.labels[n] for n in own_batch]
         free = [label for label in self.labels if label not in contracted and label not in shared]
-        product = read_by(self.matrix.array, lambda x: jx.result_of(equation, *((x, other) if is_left else (other, x))))
+        product = read_by(self.matrix.array, lambda x: result_of(equation, *((x, other) if is_left else (other, x))))
         first, second = self._factors(contracted, shared, free)
         if first is None or second is None:
             return product
@@ -229,13 +230,13 @@ class Adapted:
             why = "with dropout" if self.dropout else "whose matrices are not [groups, in, out]"
             raise UnsupportedError(f"is read by a grouped matmul {why}")
         group, contracted, free = self.labels
-        product = read_by(self.matrix.array, lambda x: jx.result_of(equation, rows, x, sizes))
+        product = read_by(self.matrix.array, lambda x: result_of(equation, rows, x, sizes))
         first, second = self._factors([contracted], [group], [free])
         if first is None or second is None:
             return product
         first, second = first.ordered([group, contracted, RANK]), second.ordered([group, RANK, free])
-        inner = jx.result_of(equation, rows, first.array, sizes) * self.scale
-        return product + jx.result_of(equation, inner.astype(second.array.dtype), second.array, sizes)
+        inner = result_of(equation, rows, first.array, sizes) * self.scale
+        return product + result_of(equation, inner.astype(second.array.dtype), second.array, sizes)
 
     def _factors(
         self, contracted: Sequence[Label], shared: Sequence[Label], free: Sequence[Label]

@@ -18,8 +18,10 @@ import jax
 from jgt.adapters.adapted import Adapted, UnsupportedError
 from jgt.document import InputError
 from jgt.program import jaxpr as jx
+from jgt.program.equations import is_call, is_remat, is_scan, params_of, scan_sizes
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.places import in_place_of, line_here, results_of
+from jgt.program.tracing import trace
 from jgt.replacements.experts.call import ExpertCall, experts
 from jgt.replacements.experts.experts import call_of
 
@@ -76,11 +78,11 @@ def _refused(matrix: Adapted, why: str) -> jax.Array:
 
 def _entry(equation: Equation) -> Callable[[Equation, Sequence[_Value]], Sequence[_Value]] | None:
     """How the programs inside an equation are run; None for an equation that is not entered."""
-    if jx.is_call(equation):
+    if is_call(equation):
         return lambda equation, operands: run_adapted(equation.params["jaxpr"], operands)
-    if jx.is_remat(equation):
+    if is_remat(equation):
         return _checkpoint
-    if jx.is_scan(equation):
+    if is_scan(equation):
         return _scan
     if "branches" in equation.params:
         return _branches
@@ -88,7 +90,7 @@ def _entry(equation: Equation) -> Callable[[Equation, Sequence[_Value]], Sequenc
 
 
 def _checkpoint(equation: Equation, operands: Sequence[_Value]) -> Sequence[_Value]:
-    params = jx.params_of(equation)
+    params = params_of(equation)
 
     def body(*operands: _Value) -> list[_Value]:
         return run_adapted(params["jaxpr"], operands)
@@ -97,7 +99,7 @@ def _checkpoint(equation: Equation, operands: Sequence[_Value]) -> Sequence[_Val
 
 
 def _scan(equation: Equation, operands: Sequence[_Value]) -> Sequence[_Value]:
-    num_consts, num_carry = jx.scan_sizes(equation)
+    num_consts, num_carry = scan_sizes(equation)
     first, program = num_consts + num_carry, equation.params["jaxpr"]
     carried = [_plain(x, "is carried by a scan") for x in operands[num_consts:first]]
     scanned = [_or_refused(x) for x in operands[first:]]
@@ -127,7 +129,7 @@ def _experts(equation: Equation, operands: Sequence[Any]) -> Sequence[_Value]:
 
     def of_experts(rows: jax.Array, sizes: jax.Array, leaves: Sequence[Any]) -> jax.Array:
         like = [leaf.matrix.struct if isinstance(leaf, Adapted) else leaf for leaf in leaves]
-        program, _ = jx.trace(lambda *leaves: call.fn(rows, sizes, jax.tree.unflatten(call.tree, leaves)), *like)
+        program, _ = trace(lambda *leaves: call.fn(rows, sizes, jax.tree.unflatten(call.tree, leaves)), *like)
         return run_adapted(program, leaves)[0]
 
     return [experts(of_experts, list(leaves), x, choice, scale)]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jgt.adapters.adapted import KEY, RANK, Adapted, Label, Labelled, Roles
 from jgt.adapters.evaluate import run_adapted
 from jgt.adapters.packed import Packed, Packing
-from jgt.program import jaxpr as jx
+from jgt.program.tracing import trace
 from jgt.program.uses import Use, parameter_uses
 from jgt.rules import Rules, SignalRule, SpecRule, match_param
 from jgt.sharding.inputs import KeyPath, path_text
@@ -47,7 +47,7 @@ class Matrix:
     @staticmethod
     def all_of(fn: Callable[..., object], params: object, *args: object) -> list[Matrix]:
         """The parameters of fn(params, *args) with two or more dims, in their order. All arguments are shapes."""
-        program, _ = jx.trace(fn, params, *args)
+        program, _ = trace(fn, params, *args)
         named = _named(params)
         roles = {path: Roles() for path, x in named if len(x.shape) > 1}
 
@@ -88,7 +88,7 @@ class Matrix:
             return Adapted(matrix=Labelled(x, _labels(x.shape)), path=path) if path in packed else x
 
         def call(params: object, *args: object) -> Any:
-            program, tree = jx.trace(fn, jax.tree.map_with_path(like, params), *args)
+            program, tree = trace(fn, jax.tree.map_with_path(like, params), *args)
             leaves = [matrix(path, x) for path, x in _named(params)]
             return jax.tree.unflatten(tree, run_adapted(program, [*leaves, *jax.tree.leaves(args)]))
 

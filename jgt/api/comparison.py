@@ -20,6 +20,7 @@ from jgt.api.stepwise import Evaluation, Path, Result, values_inside
 from jgt.api.taps import TapSite, sites_of
 from jgt.document import InputError
 from jgt.program import jaxpr as jx
+from jgt.program.tracing import evaluate, trace
 from jgt.rules import match_out, match_tensor
 from jgt.sharding.arguments import Arguments
 from jgt.sharding.call import PlannedCall
@@ -69,7 +70,7 @@ class Comparison:
 
     @property
     def _plain(self) -> Callable[[_Arrays], NamedArrays]:
-        return self._with_gradients(partial(jx.evaluate, self._planned.program))
+        return self._with_gradients(partial(evaluate, self._planned.program))
 
     def results(self, draw: _Arrays) -> tuple[NamedArrays, NamedArrays]:
         """The results and gradients of both programs, by name, for these arguments."""
@@ -82,7 +83,7 @@ class Comparison:
 
         The compiled plain program cannot decide, because XLA computes some programs wrongly on one device, too.
         """
-        program, tree = jx.trace(self._plain, self._arrays)
+        program, tree = trace(self._plain, self._arrays)
         names = [*jax.tree.unflatten(tree, range(tree.num_leaves))]
         reference = Reference(program, self._arrays, self._first, names)
         return reference.results, *reference.judge(found, tolerance)
@@ -136,7 +137,7 @@ class Comparison:
 
     def _first_operation(self, rewritten: jx.Program, tolerance: float) -> str:
         """The first operation of the rewritten program that its layout changes. A program without signals has no sites."""
-        program, _ = jx.trace(self._with_gradients(partial(jx.evaluate, rewritten)), self._arrays)
+        program, _ = trace(self._with_gradients(partial(evaluate, rewritten)), self._arrays)
         found = self._on(self._whole, partial(values_inside, program))
         return Reference(program, self._arrays, self._first).first_wrong(found, tolerance)
 

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import is_random_key
+from jgt.program.equations import outer_operands, subprograms
 from jgt.program.jaxpr import Program
 
 _NUM_DRAWS = 5
@@ -92,8 +93,8 @@ def _chosen(program: Program, number: int) -> Iterator[tuple[bool, int]]:
         elif name.startswith("scatter") and 1 in at:
             yield from ((False, sizes[0][dim] - 1) for dim in params["dimension_numbers"].scatter_dims_to_operand_dims)
         elif at:
-            for inner in jx.subprograms(equation):
-                for n, outer in enumerate(jx.outer_operands(equation, inner)):
+            for inner in subprograms(equation):
+                for n, outer in enumerate(outer_operands(equation, inner)):
                     if outer is not None and jx.is_var(outer) and outer in reached:
                         yield from _chosen(inner, n)
             reached.update(var for var in equation.outvars if jx.is_integer(var))

@@ -24,6 +24,8 @@ from jgt.api.stepwise import Evaluation, Path, all_equations, whole_call
 from jgt.api.verify import TOLERANCE, Difference, Verification
 from jgt.document import InputError
 from jgt.program import jaxpr as jx
+from jgt.program.equations import param_items
+from jgt.program.tracing import evaluate, trace
 from jgt.sharding.inputs import named_leaves, path_text
 from jgt.sharding.partitioner import avoided_faults
 
@@ -69,7 +71,7 @@ def verify_jit(
         return jitted(*jax.tree.unflatten(tree, arrays))
 
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh), avoided_faults() as avoided:
-        program, out_tree = jx.trace(flat, *(x for _, x in leaves))
+        program, out_tree = trace(flat, *(x for _, x in leaves))
         paths = [path_text(path) for path, _ in named_leaves(jax.tree.unflatten(out_tree, range(out_tree.num_leaves)))[0]]
         compared = _Compared.of(program, [x for _, x in leaves], mesh, [path_text(path) for path, _ in leaves], paths)
         errors, differences, first = compared.outcome(tolerance)
@@ -164,7 +166,7 @@ class _Compared:
     def _compiled(self, program: jx.Program, numbers: Sequence[int], *, keeps: bool = False) -> Callable[[Sequence[jax.Array]], Any]:
         def run(arrays: Sequence[jax.Array]) -> tuple[Sequence[jax.Array], Mapping[Path, Sequence[jax.Array]]]:
             if not keeps:
-                return jx.evaluate(program, arrays), {}
+                return evaluate(program, arrays), {}
             evaluation = Evaluation(is_eager=False, keeps=True)
             return evaluation.run(program, arrays), evaluation.values
 
@@ -180,7 +182,7 @@ def _with_gradients(
     def both(*arrays: jax.Array) -> list[jax.Array]:
         def total(moved: Sequence[jax.Array]) -> tuple[Any, list[jax.Array]]:
             new = dict(zip(real, moved, strict=True))
-            results = jx.evaluate(program, [new.get(n, x) for n, x in enumerate(arrays)])
+            results = evaluate(program, [new.get(n, x) for n, x in enumerate(arrays)])
             # Made inside, as a loss makes them: XLA would choose the layout of a further argument.
             weights = [jnp.cos(jnp.arange(results[n].size) + n).reshape(results[n].shape).astype(results[n].dtype) for n in outputs]
             return sum(jnp.sum(results[n] * weight) for n, weight in zip(outputs, weights, strict=True)), results
@@ -188,12 +190,12 @@ def _with_gradients(
         gradients, results = cast(Any, jax.grad(total, has_aux=True))([arrays[n] for n in real])
         return [*results, *gradients]
 
-    return jx.trace(both, *given)[0]
+    return trace(both, *given)[0]
 
 
 def _mesh_of(program: jx.Program, shardings: Sequence[jax.sharding.Sharding | None], mesh: Mesh | None) -> Mesh:
     """The mesh of a function. Raises InputError if it has none or several."""
-    inside = [value for equation in all_equations(program) for value in jx.param_items(equation)]
+    inside = [value for equation in all_equations(program) for value in param_items(equation)]
     named = [s.mesh for s in [*shardings, *inside] if isinstance(s, NamedSharding)]
     found = {m for m in [*named, *inside, mesh] if isinstance(m, Mesh) and m.shape}
     if len({tuple(m.shape.items()) for m in found}) > 1:

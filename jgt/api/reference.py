@@ -13,6 +13,8 @@ import numpy as np
 
 from jgt.api.stepwise import Evaluation, Path, equations_at, local, with_noise
 from jgt.program import jaxpr as jx
+from jgt.program.equations import is_scan
+from jgt.program.places import line_of
 
 _SMALLEST = 1e-3
 """An array whose numbers are below this share of the largest array's is compared with that share: it may be zero but for rounding."""
@@ -144,7 +146,7 @@ class _Site:
     def __str__(self) -> str:
         way = list(equations_at(self.program, self.path))
         equation, place = way[-1]
-        lines = [line for line in (jx.line_of(around) for around, _ in (way[-1], *way[:-1]) if not jx.is_scan(around)) if line]
+        lines = [line for line in (line_of(around) for around, _ in (way[-1], *way[:-1]) if not is_scan(around)) if line]
         parts = [
             f"the {'cotangent' if place.is_backward else 'value'} of {equation.primitive.name}",
             *(f" at {line}" for line in lines[:1]),
@@ -159,7 +161,7 @@ def _sites(program: jx.Program, values: Mapping[Path, Sequence[jax.Array]]) -> I
     first: dict[Path, int] = {}
     for position, (path, results) in enumerate(values.items()):
         way = list(equations_at(program, path))
-        loop = next((depth for depth, (equation, _) in enumerate(way) if jx.is_scan(equation) and depth + 1 < len(path)), None)
+        loop = next((depth for depth, (equation, _) in enumerate(way) if is_scan(equation) and depth + 1 < len(path)), None)
         begin = position if loop is None else first.setdefault(path[: loop + 1], position)
         for number, result in enumerate(results):
             for step in [None] if loop is None else range(result.shape[0]):

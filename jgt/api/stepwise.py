@@ -22,6 +22,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jgt.program import jaxpr as jx
+from jgt.program.equations import is_call, is_remat, is_scan, scan_sizes, subprograms
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.places import Place, place_of, results_of
 
@@ -79,11 +80,11 @@ class Evaluation:
         return [known[atom] if jx.is_var(atom) else atom.val for atom in inner.outvars]
 
     def _results(self, equation: Equation, operands: Sequence[jax.Array], here: Path) -> Sequence[jax.Array]:
-        if jx.is_scan(equation) and equation.params["length"]:
+        if is_scan(equation) and equation.params["length"]:
             return self._scan(equation, operands, here)
         # Inside a jit, what has a derivative of its own keeps it.
-        if jx.is_call(equation) or jx.is_remat(equation) or (self.is_eager and equation.primitive.name in _ENTERED):
-            return self.run(next(iter(jx.subprograms(equation))), operands, here)
+        if is_call(equation) or is_remat(equation) or (self.is_eager and equation.primitive.name in _ENTERED):
+            return self.run(next(iter(subprograms(equation))), operands, here)
         if not self.is_eager:
             return results_of(equation, operands)
         if is_layout(equation):
@@ -96,7 +97,7 @@ class Evaluation:
         return [x + self.probes[here, n] if (here, n) in self.probes else x for n, x in enumerate(results)]
 
     def _scan(self, equation: Equation, operands: Sequence[jax.Array], here: Path) -> list[jax.Array]:
-        body, (num_constants, num_carried) = equation.params["jaxpr"], jx.scan_sizes(equation)
+        body, (num_constants, num_carried) = equation.params["jaxpr"], scan_sizes(equation)
         first = num_constants + num_carried
 
         def step(carried: Any, items: Any) -> Any:
@@ -183,7 +184,7 @@ def all_equations(program: Program) -> Iterator[Equation]:
     """Every equation of a program and of those inside its equations."""
     for equation in jx.body(program).eqns:
         yield equation
-        for part in jx.subprograms(equation):
+        for part in subprograms(equation):
             yield from all_equations(part)
 
 
@@ -194,14 +195,14 @@ def equations_at(program: Program, path: Path) -> Iterator[tuple[Equation, Place
         equation = jx.body(program).eqns[number]
         around = place_of(equation, around)
         yield equation, around
-        program = next(itertools.chain(jx.subprograms(equation), [program]))
+        program = next(itertools.chain(subprograms(equation), [program]))
 
 
 def whole_call(program: Program) -> tuple[Program, list[jax.sharding.Sharding | None], list[jax.sharding.Sharding | None]] | None:
     """The content of a program that is nothing but one call of a jit, with the shardings of its arguments and of its results."""
     inner = jx.body(program)
     equation = inner.eqns[0] if len(inner.eqns) == 1 else None
-    if equation is None or not jx.is_call(equation) or list(equation.invars) != list(inner.invars):
+    if equation is None or not is_call(equation) or list(equation.invars) != list(inner.invars):
         return None
     if list(equation.outvars) != list(inner.outvars):
         return None

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 from jgt.api.stepwise import Path, Result
 from jgt.program import jaxpr as jx
+from jgt.program.equations import is_call, is_remat, is_scan, subprograms
 from jgt.program.jaxpr import Atom, Equation, Program
 from jgt.program.places import Place, place_of
+from jgt.program.tracing import tensor_name
 
 
 @dataclass(frozen=True, order=True)
@@ -55,10 +57,10 @@ def _sites(program: Program, around: Place, loops: Iterator[int], loop: int = 0,
             if jx.is_var(atom):
                 readers.setdefault(atom, []).extend(places)
     for number, equation in enumerate(inner.eqns):
-        place, name, here = place_of(equation, around), jx.tensor_name(equation), (*path, number)
-        if jx.is_scan(equation) or jx.is_call(equation) or jx.is_remat(equation):
-            inside = loop or (next(loops) if jx.is_scan(equation) else 0)
-            yield from (site for part in jx.subprograms(equation) for site in _sites(part, place, loops, inside, here))
+        place, name, here = place_of(equation, around), tensor_name(equation), (*path, number)
+        if is_scan(equation) or is_call(equation) or is_remat(equation):
+            inside = loop or (next(loops) if is_scan(equation) else 0)
+            yield from (site for part in subprograms(equation) for site in _sites(part, place, loops, inside, here))
         for n, var in enumerate(() if _is_constraint(equation) else equation.outvars):
             leaves = bool(place.path) and any(not reader.inside(place.signals) for reader in readers.get(var, ()))
             if (name is not None or leaves) and not jx.is_dropped(var) and jx.is_real(var):
@@ -67,5 +69,5 @@ def _sites(program: Program, around: Place, loops: Iterator[int], loop: int = 0,
 
 def _is_constraint(equation: Equation) -> bool:
     if equation.primitive.name.startswith("custom_vjp_call"):
-        return len(equation.invars) == 1 and all(map(_is_constraint, jx.body(next(iter(jx.subprograms(equation)))).eqns))
+        return len(equation.invars) == 1 and all(map(_is_constraint, jx.body(next(iter(subprograms(equation)))).eqns))
     return equation.primitive.name == "sharding_constraint"

@@ -1,10 +1,10 @@
 """Runs a schedule: a loss whose layer scan goes over the stages of a mesh axis, microbatch by microbatch, in one SPMD program.
 
 `staging.py` has `jgt.Pipeline`, the object that a caller passes, which puts a call into stages; `microbatches.py` says which inputs are
-cut into microbatches. Then read `pipelined.py`: it is the function that a user's loss becomes. `split.py` and `whole_program.py` cut the
-traced loss into parts, `executor.py` runs them, and `loop.py`, `stage.py` and `layer.py` are what happens in a tick, on a stage and in a
-layer. `layout.py` says which axes split which value, and `moves.py` takes values from one layout or stage to the next. The schedules
-themselves, as tables of integers, are `jgt.schedule`'s; `ticks.py` turns a table into arrays.
+cut into microbatches. Then read `pipelined.py`: it is the function that a user's loss becomes. `split.py`, `peel.py` and
+`whole_program.py` cut the traced loss into parts, `executor.py` runs them, and `loop.py`, `stage.py` and `layer.py` are what happens in a
+tick, on a stage and in a layer. `layout.py` says which axes split which value, and `moves.py` takes values from one layout or stage to
+the next. The schedules themselves, as tables of integers, are `jgt.schedule`'s; `ticks.py` turns a table into arrays.
 
 The parts pass lists of arrays to each other, in the order of the variables in `Split`. For a decoder with 8 layers,
 a batch of 16 rows, 4 microbatches and 2 data shards, so 2 rows in each part:

@@ -31,8 +31,10 @@ from jgt.program import jaxpr as jx
 from jgt.program import scopes
 from jgt.program.constraints import pinned_dims
 from jgt.program.dims import Dims
+from jgt.program.equations import is_call, is_remat, scan_sizes
 from jgt.program.jaxpr import Atom, Equation, Program, Var
 from jgt.program.parts import Flat, dependency_bits, extract_part, flatten
+from jgt.program.tracing import evaluate, trace
 
 _T = TypeVar("_T")
 
@@ -65,7 +67,7 @@ class Body:
     def __call__(self, inputs: LayerInputs[jax.Array]) -> Arrays:
         """The values that travel on to the next layer. A layer of padding returns its own input."""
         split, travel, num_moving = self.split, inputs.travel, len(self.split.travel)
-        num_consts, num_carry = jx.scan_sizes(split.scan)
+        num_consts, num_carry = scan_sizes(split.scan)
         moving = [from_raw(x, jx.struct_of(a)) for x, a in zip(travel[:num_moving], split.travel, strict=True)]
         ys = travel[num_moving:]
         known: dict[Atom, jax.Array] = dict(zip([*split.in_layers, *split.local.outputs], [*inputs.common, *inputs.local], strict=True))
@@ -81,7 +83,7 @@ class Body:
             weights[a] if a in weights else row(_value(a, known), layer) for a in split.scan.invars[num_consts + num_carry :]
         ]
         with scopes.signals(split.place.signals):
-            results: Arrays = jx.evaluate(self.program, [*consts, *moving[:num_carry], *scanned])
+            results: Arrays = evaluate(self.program, [*consts, *moving[:num_carry], *scanned])
         stacked = dict(zip(split.scan.outvars, results, strict=True))
         # y is [layers, ...] for all layers of the model and travels on. Each layer writes its own row.
         new_ys: Arrays = [jax.lax.dynamic_update_index_in_dim(y, raw(stacked[var]), layer, 0) for y, var in zip(ys, split.ys, strict=True)]
@@ -90,7 +92,7 @@ class Body:
 
     def travel_dims(self, shapes: Structs, axes: Collection[str]) -> list[Dims]:
         """The axes among these that the rules split each travelling value over, by the constraint that a layer's result has."""
-        num_carry = jx.scan_sizes(self.split.scan)[1]
+        num_carry = scan_sizes(self.split.scan)[1]
         found = [pinned_dims(self.program, index) for index in range(num_carry)]
         known = [dims or () for dims in [*found, *[None] * (len(shapes) - num_carry)]]
         # Keys travel as their bits, with a dim more than the value that a constraint is on.
@@ -149,7 +151,7 @@ class Layer:
 
         # The derivative is a pytree whose leaves are its residuals: they become outputs of the program, and its tree,
         # filled with residuals again, is the function that the backward program calls.
-        program, tree = jx.trace(forward, floats.select(leaves), floats.others(leaves))
+        program, tree = trace(forward, floats.select(leaves), floats.others(leaves))
         derivative_tree = tree.children()[1]
         flat = flatten(program)
         num_floats = sum(floats.which)
@@ -167,7 +169,7 @@ class Layer:
             derivative: Callable[[Arrays], tuple[Arrays]] = jax.tree.unflatten(derivative_tree, residuals)
             return derivative(cotangents)[0]
 
-        program = jx.trace(backward, [jx.struct_of(a) for a in residuals], travel.select(shapes.travel))[0]
+        program = trace(backward, [jx.struct_of(a) for a in residuals], travel.select(shapes.travel))[0]
         self._back = _Backward(without_unit_dims(flatten(program, _dissolves)), sum(weights.which) + sum(common.which), apart=apart)
 
     @property
@@ -244,4 +246,4 @@ class _Backward:
 
 def _dissolves(equation: Equation) -> bool:
     """Whether the backward program is cut inside of this equation: a checkpoint as a whole would be computed twice."""
-    return jx.is_call(equation) or jx.is_remat(equation)
+    return is_call(equation) or is_remat(equation)

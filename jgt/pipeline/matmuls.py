@@ -15,6 +15,7 @@ import jax
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Atom, Equation, Var
 from jgt.program.parts import Flat, inlined
+from jgt.program.tracing import result_of, trace
 
 
 def without_unit_dims(flat: Flat) -> Flat:
@@ -30,7 +31,7 @@ def without_unit_dims(flat: Flat) -> Flat:
         wanted = list(zip(equation.invars, removed, strict=True))
         for atom, dims in wanted:
             if dims and jx.is_var(atom) and (atom, dims) not in made:
-                program, _ = jx.trace(partial(jax.lax.squeeze, dimensions=dims), jx.struct_of(atom))
+                program, _ = trace(partial(jax.lax.squeeze, dimensions=dims), jx.struct_of(atom))
                 small = made[atom, dims] = jx.new_var_of(atom, [size for dim, size in enumerate(jx.shape_of(atom)) if dim not in dims])
                 eqns += inlined(program, equation, [atom], [small])
         operands = [made.get(one, one[0]) for one in wanted]
@@ -38,9 +39,9 @@ def without_unit_dims(flat: Flat) -> Flat:
         shape = jx.shape_of(equation.outvars[0])
 
         def multiplied(*xs: jax.Array, by: Equation = equation, numbers: object = numbers, shape: Sequence[int] = shape) -> jax.Array:
-            return jx.result_of(by, *xs, dimension_numbers=numbers).reshape(shape)
+            return result_of(by, *xs, dimension_numbers=numbers).reshape(shape)
 
-        program, _ = jx.trace(multiplied, *map(jx.struct_of, operands))
+        program, _ = trace(multiplied, *map(jx.struct_of, operands))
         eqns += inlined(program, equation, operands, equation.outvars)
     return replace(flat, eqns=tuple(eqns))
 

@@ -26,12 +26,13 @@ from jax.typing import DTypeLike
 from jgt.pipeline.arrays import Floats, has_gradient
 from jgt.pipeline.batch import AlignmentError, Growth, align_microbatch, growth_of
 from jgt.pipeline.config import PipelineConfig
+from jgt.pipeline.peel import peeled
 from jgt.pipeline.whole_program import DATA, LAYERS, PARAMS, SplitError, WholeProgram, argument_marks, dissolves, forward, layer_scan
 from jgt.program import jaxpr as jx
+from jgt.program.equations import part_for, scan_sizes, separate, subprograms
 from jgt.program.jaxpr import Atom, Equation, Program, Var
-from jgt.program.parts import Flat, Part, dependency_bits, extract_part, flatten, part_for, separate
-from jgt.program.peel import peeled
-from jgt.program.places import Place, place_of
+from jgt.program.parts import Flat, Part, dependency_bits, extract_part, flatten
+from jgt.program.places import Place, place_of, source_of
 from jgt.program.reads import narrow_reads
 
 
@@ -184,7 +185,7 @@ class _Splitter:
         fed = whole.statistics(frontier)
         statistics = tuple(map(self._micro, fed))
         # A scan reads constants (the same for all layers), its carry, and arrays of which each layer gets a row.
-        num_consts, num_carry = jx.scan_sizes(self.scan)
+        num_consts, num_carry = scan_sizes(self.scan)
         operands, results = list(self.scan.invars), list(self.scan.outvars)
         carry = operands[num_consts : num_consts + num_carry]
         constants, scanned = operands[:num_consts], operands[num_consts + num_carry :]
@@ -267,7 +268,7 @@ class _Splitter:
         position = list(equation.outvars).index(var)
         if twin is None or jx.shape_of(twin.outvars[position]) != jx.shape_of(var):
             raise SplitError(
-                f"{jx.source_of(equation)}: the program for one microbatch differs from the program for the whole batch. "
+                f"{source_of(equation)}: the program for one microbatch differs from the program for the whole batch. "
                 "Use fewer microbatches, so that each has more than one row on each device"
             )
         return twin.outvars[position]
@@ -279,7 +280,7 @@ class _Splitter:
             same = [a for a in _variables(makers[var].invars) if jx.shape_of(a) == jx.shape_of(var)]
             others = [a for a in _variables(makers[var].invars) if jx.shape_of(a) not in (jx.shape_of(var), ())]
             # A cast or a scaling has one operand of this shape, scalars besides, and no program inside.
-            if len(same) != 1 or others or list(jx.subprograms(makers[var])):
+            if len(same) != 1 or others or list(subprograms(makers[var])):
                 return None
             var = same[0]
         return self.params.index(var) if var in self.params else None

@@ -18,9 +18,11 @@ import jax
 from jgt.pipeline.batch import Extent, Growth, needed_variables
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import random_draws
+from jgt.program.equations import is_call, is_remat, is_scan, part_for, scan_sizes, subprograms
 from jgt.program.jaxpr import Atom, Equation, Program, Var
-from jgt.program.parts import Flat, Part, dependency_bits, part_for
-from jgt.program.places import Place, place_of
+from jgt.program.parts import Flat, Part, dependency_bits
+from jgt.program.places import Place, place_of, source_of
+from jgt.program.tracing import trace
 
 
 class SplitError(Exception):
@@ -32,7 +34,7 @@ def dissolves(signal: str) -> Callable[[Equation], bool]:
 
     def dissolve(equation: Equation) -> bool:
         # A checkpoint around the layers would recompute the whole pipeline: the pipeline has its own.
-        return jx.is_call(equation) or (jx.is_remat(equation) and any(_scans(p, signal, equation) for p in jx.subprograms(equation)))
+        return is_call(equation) or (is_remat(equation) and any(_scans(p, signal, equation) for p in subprograms(equation)))
 
     return dissolve
 
@@ -40,10 +42,10 @@ def dissolves(signal: str) -> Callable[[Equation], bool]:
 def _scans(program: Program, signal: str, within: Equation) -> bool:
     around = place_of(within, Place())
     for equation in jx.body(program).eqns:
-        if jx.is_scan(equation) and place_of(equation, around).path == signal:
+        if is_scan(equation) and place_of(equation, around).path == signal:
             return True
         # A jit means the same as its content. A scan inside any other region cannot be reached by flattening.
-        if any(_scans(p, signal, equation) for p in jx.subprograms(equation) if jx.is_call(equation)):
+        if any(_scans(p, signal, equation) for p in subprograms(equation) if is_call(equation)):
             return True
     return False
 
@@ -53,7 +55,7 @@ _REPEATED = "To run the same layers again, scan once over their stack repeated: 
 
 def layer_scan(flat: Flat, signal: str) -> int:
     """The index of the scan under a signal. Raises SplitError if there is none, or not exactly one."""
-    scans = [(i, place_of(e, Place()).path) for i, e in enumerate(flat.eqns) if jx.is_scan(e)]
+    scans = [(i, place_of(e, Place()).path) for i, e in enumerate(flat.eqns) if is_scan(e)]
     found = [i for i, path in scans if path == signal]
     if len(found) == 1:
         return found[0]
@@ -61,7 +63,7 @@ def layer_scan(flat: Flat, signal: str) -> int:
         raise SplitError(
             f"the signal {signal!r} contains {len(found)} scans, but a pipeline runs one. Give each scan a signal of its own. {_REPEATED}"
         )
-    if any(_scans(p, signal, e) for e in flat.eqns for p in jx.subprograms(e)):
+    if any(_scans(p, signal, e) for e in flat.eqns for p in subprograms(e)):
         raise SplitError(f"the layer scan under {signal!r} is in a loop or a branch, but a pipeline runs it once. {_REPEATED}")
     seen = sorted({place_of(e, Place()).path for e in flat.eqns} - {""})
     if any(path == signal or path.startswith(f"{signal}/") for path in seen):
@@ -81,7 +83,7 @@ def forward(flat: Flat, layers: int) -> tuple[Flat, int]:
     scan = flat.eqns[layers]
     if not scan.params["reverse"]:
         return flat, layers
-    num_consts, num_carry = jx.scan_sizes(scan)
+    num_consts, num_carry = scan_sizes(scan)
     end = num_consts + num_carry
     before = [_turned(atom, scan) for atom in scan.invars[end:]]
     stacked = {var: jx.new_var_like(var) for var in scan.outvars[num_carry:] if not jx.is_dropped(var)}
@@ -96,7 +98,7 @@ def forward(flat: Flat, layers: int) -> tuple[Flat, int]:
 
 def _turned(atom: Atom, scan: Equation) -> Equation:
     """The equation that turns an array [layers, ...] of a scan around."""
-    program, _ = jx.trace(partial(jax.lax.rev, dimensions=(0,)), atom.aval)
+    program, _ = trace(partial(jax.lax.rev, dimensions=(0,)), atom.aval)
     (equation,) = jx.body(program).eqns
     return equation.replace(invars=[atom], outvars=[jx.new_var_like(equation.outvars[0])], source_info=scan.source_info)
 
@@ -161,7 +163,7 @@ class WholeProgram:
         elif not problem and not extent.exact:
             problem = "it is a product, quotient or function of sums over the batch, taken inside a region or the layers"
         if problem:
-            where = jx.source_of(self.flat.eqns[self.maker[var]])
+            where = source_of(self.flat.eqns[self.maker[var]])
             place = f" at {where}" if where and not problem.startswith(where) else ""
             raise SplitError(
                 f"a result depends on a value{place} that cannot be added up from microbatches: {problem}. "
@@ -196,7 +198,7 @@ class WholeProgram:
                 continue
             if any(self.growth.of(var).rows for var in random_draws(equation)):
                 raise SplitError(
-                    f"{jx.source_of(equation)}: random numbers with a row for each sequence are drawn "
+                    f"{source_of(equation)}: random numbers with a row for each sequence are drawn "
                     "from a key that is not an argument of the function: every microbatch would draw the same. "
                     "Pass the key as an argument, besides the parameters"
                 )
@@ -207,6 +209,6 @@ class WholeProgram:
             for equation in jx.body(part.program).eqns:
                 if any(self.growth.of(var).rows for var in random_draws(equation)):
                     raise SplitError(
-                        f"{jx.source_of(equation)}: a sum of random numbers over the whole batch is needed "
+                        f"{source_of(equation)}: a sum of random numbers over the whole batch is needed "
                         "besides those that the microbatches draw, which differ. Draw them outside and pass them as an input"
                     )

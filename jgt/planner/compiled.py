@@ -32,10 +32,10 @@ from jgt.planner.hardware.chip import chip_of
 from jgt.planner.hardware.target import MemoryStats, Target
 from jgt.planner.hlo.text import Module
 from jgt.planner.options import compile_with
-from jgt.program import jaxpr as jx
 from jgt.program.dataflow import live
 from jgt.program.jaxpr import Program
 from jgt.program.retarget import jit_call_of, meshes_in, replace_mesh
+from jgt.program.tracing import evaluate, trace
 from jgt.sharding.inputs import path_text
 from jgt.sharding.partitioner import Avoided, avoided_faults
 
@@ -138,7 +138,7 @@ def compile_function(
     leaves = cast("list[tuple[tuple[Any, ...], object]]", jax.tree.leaves_with_path(tuple(args)))
     shapes = jax.tree.map(_shape, tuple(args))
     with described() if is_described else contextlib.nullcontext():
-        traced, _ = jx.trace(fn, *shapes)
+        traced, _ = trace(fn, *shapes)
     # A function under jax.jit is traced as one call, which carries its shardings and donations.
     call = jit_call_of(traced)
     ins = [of_jit or _sharding(x) for of_jit, (_, x) in zip(call.in_shardings, leaves, strict=True)]
@@ -183,7 +183,7 @@ def _under_jit(
     """A program under jax.jit with these shardings of its arguments and results. donated: whether each argument is."""
 
     def run(*arrays: jax.Array) -> object:
-        return jx.evaluate(program, arrays)
+        return evaluate(program, arrays)
 
     # A name that no other function has: a program from a cache would be compiled without any of XLA's warnings.
     run.__name__ = f"plan_{uuid.uuid4().hex}"

@@ -36,8 +36,9 @@ from jgt.planner.needs.formulas import Expected
 from jgt.planner.signals import SignalRow
 from jgt.program import jaxpr as jx
 from jgt.program.dims import num_parts, sharding_dims, show_dims
+from jgt.program.equations import subprograms
 from jgt.program.jaxpr import Equation, Program
-from jgt.program.places import Place, place_of
+from jgt.program.places import Place, line_of, place_of
 
 FindingKind = Literal[
     "memory",
@@ -167,7 +168,7 @@ def _indivisible(program: Program, around: Place = Place()) -> Iterator[Finding]
         place = place_of(equation, around)
         if equation.primitive.name == "sharding_constraint" and isinstance(sharding := equation.params["sharding"], NamedSharding):
             yield from _misfits(equation, sharding, place.path or NONE)
-        for inner in jx.subprograms(equation):
+        for inner in subprograms(equation):
             yield from _indivisible(inner, place)
 
 
@@ -185,7 +186,7 @@ def _misfits(equation: Equation, sharding: NamedSharding, signal: str) -> Iterat
                 f"dim {dim} of a tensor {list(array.shape)} has size {size}, which {over} does not divide, so XLA "
                 f"pads it or makes it whole ({amount(local_bytes, 'B')}). Change the spec {show_dims(dims)}"
             )
-            yield _finding("indivisible", signal, jx.line_of(equation), local_bytes, text)
+            yield _finding("indivisible", signal, line_of(equation), local_bytes, text)
 
 
 def _replicated(params: Sequence[Parameter], num_devices: int) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ from fractions import Fraction
 from jgt.planner.hlo.origin import NONE, Origin, Phase, origin_of, phase_of, signal_of
 from jgt.planner.hlo.shares import expected_trips, taken_share, useful_share
 from jgt.program import jaxpr as jx
+from jgt.program.equations import is_scan, subprograms
 from jgt.program.jaxpr import Equation, Program
 from jgt.program.kernels import kernel_of
 from jgt.program.scopes import useful_name
@@ -76,7 +77,7 @@ def _dots(
             name, trips = f"{name}/{useful_name(filled)}", trips / filled
         if count := (counted or _matmul_flops)(equation):
             yield name, count * times
-        inner = [list(_dots(p, name, trips, counted)) for p in jx.subprograms(equation)]
+        inner = [list(_dots(p, name, trips, counted)) for p in subprograms(equation)]
         if "branches" in equation.params:
             # Which branch is taken is not known from the program. The one with the most FLOPs counts.
             inner = [max(inner, key=lambda dots: sum(count for _, count in dots))]
@@ -94,7 +95,7 @@ def _repeats(equation: Equation) -> int:
 
 def trips_of(equation: Equation) -> int:
     """The runs of an equation's programs in one run of it. A loop of unknown length counts as often as its name says, or once."""
-    if jx.is_scan(equation):
+    if is_scan(equation):
         return equation.params["length"]
     expected = expected_trips(f"{equation.source_info.name_stack}") if equation.primitive.name == "while" else None
     return 1 if expected is None else expected

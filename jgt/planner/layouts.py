@@ -17,6 +17,7 @@ from jgt.planner.compiled import Argument, Compiled
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import unchanged_arguments
 from jgt.program.dims import Dims, sharding_dims, show_dims
+from jgt.program.equations import is_call, outer_operands, subprograms
 from jgt.program.jaxpr import Program, Var
 from jgt.program.uses import Use, parameter_uses
 
@@ -125,8 +126,8 @@ def _constrained_axes(program: Program, inputs: set[Var]) -> Iterator[str]:
         if equation.primitive.name == "sharding_constraint" and equation.invars[0] in inputs:
             yield from _axes_of_rows(equation.invars[0], equation.params["sharding"])
         # Into nested calls of jax.jit, but not into loops: their slices are not the inputs themselves.
-        for inner in jx.subprograms(equation) if jx.is_call(equation) else ():
-            pairs = zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)
+        for inner in subprograms(equation) if is_call(equation) else ():
+            pairs = zip(outer_operands(equation, inner), jx.body(inner).invars, strict=True)
             yield from _constrained_axes(inner, {var for outer, var in pairs if outer is not None and jx.is_var(outer) and outer in inputs})
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import jax
 import jax.extend.linear_util as lu
 
-from jgt.program.jaxpr import Equation, Program, evaluate
+from jgt.program.jaxpr import Equation, Program
+from jgt.program.tracing import evaluate
 
 
 def map_backward(equation: Equation, change: Callable[[Program, list[int | None]], Program]) -> Equation:

@@ -19,9 +19,11 @@ from jax.typing import DTypeLike
 from jgt.document import InputError
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, sharding_dims
+from jgt.program.equations import has_custom_derivative, is_call, is_recomputed, is_remat, params_of, policy_of, subprograms, with_params
 from jgt.program.jaxpr import Equation, Program, Var
-from jgt.program.places import manual_mesh, trace_context
+from jgt.program.places import manual_mesh, placed_like, trace_context
 from jgt.program.scopes import RULE, rule
+from jgt.program.tracing import evaluate
 
 
 def constrain(x: jax.Array, forward: NamedSharding | None, backward: NamedSharding) -> jax.Array:
@@ -92,7 +94,7 @@ def _traced_equation(shape: tuple[int, ...], dtype: DTypeLike, sharding: NamedSh
 def _placed_like(equation: Equation, like: Equation | None) -> Equation:
     # The name stack is part of the source info. It gives the constraint the signal of its value, so that a plan attributes the
     # collectives that it causes.
-    return equation if like is None else jx.placed_like(equation, like, RULE)
+    return equation if like is None else placed_like(equation, like, RULE)
 
 
 def pinned_dims(program: Program, result: int) -> Dims | None:
@@ -104,10 +106,10 @@ def pinned_dims(program: Program, result: int) -> Dims | None:
         return None
     if isinstance(sharding := equation.params.get("sharding"), NamedSharding):
         return sharding_dims(sharding, len(jx.shape_of(atom)))
-    if not (jx.is_call(equation) or jx.is_remat(equation) or jx.has_custom_derivative(equation)):
+    if not (is_call(equation) or is_remat(equation) or has_custom_derivative(equation)):
         return None
     position = list(equation.outvars).index(atom)
-    parts = [part for part in jx.subprograms(equation) if len(jx.body(part).outvars) == len(equation.outvars)]
+    parts = [part for part in subprograms(equation) if len(jx.body(part).outvars) == len(equation.outvars)]
     return pinned_dims(parts[0], position) if parts else None
 
 
@@ -119,7 +121,7 @@ def wrap_in_checkpoint(program: Program, policy: Callable[..., bool], *, in_scan
     """
 
     def run(*args: jax.Array) -> list[jax.Array]:
-        return jx.evaluate(program, args)
+        return evaluate(program, args)
 
     remat = jax.checkpoint(run, policy=policy, prevent_cse=not in_scan)  # pyright: ignore[reportUnknownVariableType]
     inside = jax.make_jaxpr(remat)(*[v.aval for v in jx.body(program).invars])
@@ -129,7 +131,7 @@ def wrap_in_checkpoint(program: Program, policy: Callable[..., bool], *, in_scan
 
 def with_policy(equation: Equation, policy: Callable[..., object]) -> Equation:
     """A region with another policy. Raises InputError if this JAX would ignore it."""
-    new = jx.with_params(equation, policy=policy)
+    new = with_params(equation, policy=policy)
     _check(new)
     return new
 
@@ -144,8 +146,8 @@ def ignores_policy(equation: Equation) -> bool:
     """Whether JAX does not ask the policy of a jax.checkpoint region about something that the policy would keep."""
 
     def keeps(program: Program) -> bool:
-        return any(not jx.is_recomputed(policy, e) or any(map(keeps, jx.subprograms(e))) for e in jx.body(program).eqns)
+        return any(not is_recomputed(policy, e) or any(map(keeps, subprograms(e))) for e in jx.body(program).eqns)
 
     # jax 0.10 knows some classes of policies with jax_remat3, and no other function.
-    policy, params = jx.policy_of(equation), jx.params_of(equation)
+    policy, params = policy_of(equation), params_of(equation)
     return policy is not None and "prevent_cse" not in params and keeps(params["jaxpr"])

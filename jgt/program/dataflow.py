@@ -10,8 +10,23 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
 from jgt.program import jaxpr as jx
+from jgt.program.equations import map_subprograms, outer_operands, outer_results, part_for, separate, subprograms
 from jgt.program.jaxpr import Equation, Program, Var
-from jgt.program.parts import Flat, Part, dependency_bits, flatten, part_for, separate
+from jgt.program.parts import Flat, Part, dependency_bits, flatten
+from jgt.program.places import source_of
+from jgt.program.tracing import evaluate, trace
+
+_ELEMENTWISE = (
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj "
+    "convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma "
+    "igamma_grad_a igammac imag integer_pow is_finite layout_constraint le le_to lgamma log log1p log2 logistic lt lt_to max "
+    "min mul mulhi name ne neg nextafter not one_minus_square or pcast polygamma polynomial population_count pow pvary "
+    "random_clone random_fold_in random_gamma real reduce_precision regularized_incomplete_beta rem reshard round rsqrt "
+    "select_n sharding_constraint shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square "
+    "stop_gradient sub tan tanh threefry2x32 xor zeta"
+)
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
+"""The primitives that JAX batches as elementwise. Operands have the rank of the result, or 0; their sizes are those of the result, or 1."""
 
 
 def live(program: Program) -> Program:
@@ -19,7 +34,7 @@ def live(program: Program) -> Program:
     inner = jx.body(program)
     needed, _ = partial_eval.dce_jaxpr(inner, [True] * len(inner.outvars), instantiate=True)
     # JAX does not look into the bodies of while loops.
-    eqns = [jx.map_subprograms(e, live) if "cond_jaxpr" in e.params else e for e in needed.eqns]
+    eqns = [map_subprograms(e, live) if "cond_jaxpr" in e.params else e for e in needed.eqns]
     return jx.with_body(program, eqns=eqns, outvars=needed.outvars)
 
 
@@ -32,7 +47,7 @@ def unchanged_arguments(program: Program) -> list[int | None]:
     origin = {var: index for index, var in enumerate(inner.invars)}
     for equation in inner.eqns:
         # Some programs, such as the condition of a while loop, make none of the results.
-        makers = [p for p in jx.subprograms(equation) if jx.outer_results(equation, p) == equation.outvars]
+        makers = [p for p in subprograms(equation) if outer_results(equation, p) == equation.outvars]
         returned = [_unchanged_operands(equation, p) for p in makers]
         for out, *atoms in zip(equation.outvars, *returned, strict=True):
             # Every branch of a cond has to return the same operand.
@@ -42,7 +57,7 @@ def unchanged_arguments(program: Program) -> list[int | None]:
 
 
 def _unchanged_operands(equation: Equation, program: Program) -> list[Var | None]:
-    operands = jx.outer_operands(equation, program)
+    operands = outer_operands(equation, program)
     atoms = [None if index is None else operands[index] for index in unchanged_arguments(program)]
     return [a if a is not None and jx.is_var(a) else None for a in atoms]
 
@@ -50,7 +65,7 @@ def _unchanged_operands(equation: Equation, program: Program) -> list[Var | None
 def result_depends_on(fn: Callable[[Any, Any], Any], args: Any, others: Any) -> bool:
     """Whether any result of fn(args, others) depends on an array of `args`."""
     # A jit counts as one equation: each of its results depends on all of its operands.
-    flat = flatten(jx.trace(fn, args, others)[0], dissolve=lambda _: False)
+    flat = flatten(trace(fn, args, others)[0], dissolve=lambda _: False)
     reached = dependency_bits(flat, dict.fromkeys(flat.invars[: len(jax.tree.leaves(args))], 1))
     return any(jx.is_var(a) and reached.get(a) for a in flat.outvars)
 
@@ -68,7 +83,7 @@ def nonlinear_source(part: Part, variables: Collection[Var]) -> str:
         operands = list(dict.fromkeys(a for a in equation.invars if jx.is_var(a)))
         by = [a for a in operands if reached.get(a) and jx.is_real(a)]
         if by and any(v in needed for v in equation.outvars) and not _is_linear(flat, equation, by, [a for a in operands if a not in by]):
-            return jx.source_of(equation)
+            return source_of(equation)
     return ""
 
 
@@ -79,7 +94,7 @@ def _is_linear(flat: Flat, equation: Equation, by: Sequence[Var], others: Sequen
 
     def tangents(primals: Sequence[jax.Array], fixed: Sequence[jax.Array]) -> Any:
         def results_of(*xs: jax.Array) -> list[jax.Array]:
-            return jx.evaluate(program, [*xs, *fixed])
+            return evaluate(program, [*xs, *fixed])
 
         return jax.jvp(results_of, tuple(primals), tuple(jnp.ones_like(x) for x in primals))[1]
 
@@ -110,8 +125,8 @@ def _reaches(program: Program, index: int, is_end: Callable[[Equation], bool], i
             continue
         if is_end(equation):
             return True
-        for inner in jx.subprograms(equation):
-            for i, (outer, var) in enumerate(zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)):
+        for inner in subprograms(equation):
+            for i, (outer, var) in enumerate(zip(outer_operands(equation, inner), jx.body(inner).invars, strict=True)):
                 if outer is None or not jx.is_var(outer) or outer not in reached:
                     continue
                 if is_end_inside(outer, var) or _reaches(inner, i, is_end, is_end_inside):
@@ -126,6 +141,6 @@ def random_draws(equation: Equation) -> Iterator[Var]:
     """The variables of the random bits that an equation draws, including those in programs inside it."""
     if equation.primitive.name in ("random_bits", "threefry2x32", "rng_bit_generator", "random_gamma"):
         yield from equation.outvars
-    for program in jx.subprograms(equation):
+    for program in subprograms(equation):
         for inner in jx.body(program).eqns:
             yield from random_draws(inner)

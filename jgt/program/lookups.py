@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jgt.program import jaxpr as jx
 from jgt.program.constraints import constraint_equations
 from jgt.program.dims import Dims, sharding_dims
+from jgt.program.equations import outer_operands, outer_results, subprograms
 from jgt.program.jaxpr import Atom, Equation, Program, Var
 
 _FREE = PartitionSpec.UNCONSTRAINED
@@ -66,16 +67,16 @@ def _lookups(equation: Equation, dims: dict[Var, Dims]) -> Iterator[tuple[Var, P
                     equation.outvars[0],
                     PartitionSpec(*[_FREE if d in numbers.offset_dims else None for d in range(rank)]),
                 )
-    for program in jx.subprograms(equation):
+    for program in subprograms(equation):
         yield from _inside(equation, program, dims)
 
 
 def _inside(equation: Equation, program: Program, dims: Mapping[Var, Dims]) -> Iterator[tuple[Var, PartitionSpec]]:
     """The same of what a program inside an equation looks up and returns."""
     inner = jx.body(program)
-    pairs = zip(jx.outer_operands(equation, program), inner.invars, strict=True)
+    pairs = zip(outer_operands(equation, program), inner.invars, strict=True)
     known = {var: dims[outer] for outer, var in pairs if outer is not None and jx.is_var(outer) and outer in dims}
     looked_up = dict(lookup for e in inner.eqns for lookup in _lookups(e, known)) if known else {}
-    for outer, atom in zip(jx.outer_results(equation, program), inner.outvars, strict=True):
+    for outer, atom in zip(outer_results(equation, program), inner.outvars, strict=True):
         if outer is not None and jx.is_var(atom) and atom in looked_up:
             yield outer, looked_up[atom]

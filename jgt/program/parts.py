@@ -17,7 +17,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jgt.program import jaxpr as jx
+from jgt.program.equations import is_call, part_for, separate, subprograms
 from jgt.program.jaxpr import Atom, Equation, Program, Var
+from jgt.program.places import source_of
+from jgt.program.tracing import evaluate, trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +49,10 @@ class Part:
 
     def __call__(self, values: Sequence[ArrayLike]) -> list[jax.Array]:
         """The outputs for values of the inputs, in order."""
-        return jx.evaluate(self.program, [*values, *self.consts])
+        return evaluate(self.program, [*values, *self.consts])
 
 
-def flatten(program: Program, dissolve: Callable[[Equation], bool] = jx.is_call) -> Flat:
+def flatten(program: Program, dissolve: Callable[[Equation], bool] = is_call) -> Flat:
     """The program with every equation that `dissolve` selects replaced by the equations inside it. Signals are kept."""
     inner = jx.body(program)
     consts = dict(jx.constants(program))
@@ -69,7 +72,7 @@ def _dissolved(
         if not dissolve(equation):
             yield outer
             continue
-        (program,) = jx.subprograms(equation)
+        (program,) = subprograms(equation)
         inner = jx.body(program)
         # JAX caches traces, so two calls may share one program: each call gets its own variables.
         local: dict[Var, Atom] = dict(zip(inner.invars, invars, strict=True))
@@ -102,7 +105,7 @@ def inlined(program: Program, call: Equation, operands: Sequence[Atom], results:
 
 
 def _copy(atom: Atom, result: Var, call: Equation) -> Equation:
-    program, _ = jx.trace(jnp.copy, atom.aval)
+    program, _ = trace(jnp.copy, atom.aval)
     (equation,) = jx.body(program).eqns
     return equation.replace(invars=[atom], outvars=[result], source_info=call.source_info)
 
@@ -112,7 +115,7 @@ def _inlined(equation: Equation, call: Equation, rename: dict[Var, Atom], made: 
 
     Its results are those in `made`, or else new variables, which are added to `rename`.
     """
-    info = equation.source_info if jx.source_of(equation) else call.source_info
+    info = equation.source_info if source_of(equation) else call.source_info
     invars = [rename.get(a, a) if jx.is_var(a) else a for a in equation.invars]
     outvars = [var if jx.is_dropped(var) else made.get(var) or jx.new_var_like(var) for var in equation.outvars]
     rename.update(zip(equation.outvars, outvars, strict=True))
@@ -153,23 +156,3 @@ def dependency_bits(flat: Flat, sources: Mapping[Var, int], equations: Mapping[i
                     bits |= reached.get(atom, 0)
             reached.update(dict.fromkeys(part.outvars, bits))
     return reached
-
-
-def passes_on(equation: Equation) -> bool:
-    """Whether each result of an equation is the operand in its place, unchanged."""
-    return equation.primitive.name in ("device_put", "optimization_barrier")
-
-
-def separate(equation: Equation) -> list[Equation]:
-    """The equation as several that need nothing of each other: one for each value that it passes on, otherwise itself."""
-    return [part for var in equation.outvars if (part := part_for(equation, {var}))] if passes_on(equation) else [equation]
-
-
-def part_for(equation: Equation, results: Collection[Var]) -> Equation | None:
-    """The equation with only the operands that these of its results depend on; None if it has none of these results."""
-    which = [n for n, var in enumerate(equation.outvars) if var in results]
-    if not which or not passes_on(equation):
-        return equation if which else None
-    # Its params have an element for each operand.
-    params = {key: tuple(value[n] for n in which) for key, value in equation.params.items()}
-    return equation.replace(invars=[equation.invars[n] for n in which], outvars=[equation.outvars[n] for n in which], params=params)

@@ -7,6 +7,7 @@ import contextlib
 import re
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -15,13 +16,15 @@ from jax._src import config, source_info_util
 from jax._src.core import JaxprEqnContext, get_axis_env
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jgt.program.jaxpr import Equation, line_in, source_of
+from jgt.program.jaxpr import Equation
 from jgt.program.scopes import MICROBATCH, OWN, PREFIX, RULE
 
 _T = TypeVar("_T")
 
 _VMAP = ("vmap", "Transform")
 _SIGNAL = re.compile(r"[A-Za-z0-9_.-]+")
+_TENSOR = f"{Path(__file__).parents[1] / 'signal.py'}:"
+"""Where `signal.tensor` names values for its caller."""
 NO_MESH = AbstractMesh((), ())
 """The mesh that is around what no mesh is around."""
 
@@ -217,6 +220,34 @@ def in_place_of(equation: Equation) -> Iterator[None]:
         yield
 
 
+def placed_like(equation: Equation, like: Equation, scope: str) -> Equation:
+    """An equation with the source line and the scopes of another one, in one more scope."""
+    return equation.replace(source_info=like.source_info.replace(name_stack=like.source_info.name_stack.extend(scope)))
+
+
+def source_of(equation: Equation) -> str:
+    """The user's file:line that an equation comes from; empty for what JAX traced on its own behalf."""
+    text = source_info_util.summarize(equation.source_info)
+    return "" if text == source_info_util.summarize(source_info_util.new_source_info()) else text
+
+
+def exclude_lines(path: Path) -> None:
+    """Lines of this file or folder are not where a user wrote an operation, though they are on the way to it."""
+    source_info_util.register_exclusion(str(path))
+
+
+def line_of(equation: Equation) -> str:
+    """The file:line of the innermost user code that an equation comes from, preferably outside of installed packages."""
+    return _line_in(equation.source_info.traceback)
+
+
 def line_here() -> str:
     """The file:line of the user's code that operations which are traced now come from."""
-    return line_in(source_info_util.current().traceback)
+    return _line_in(source_info_util.current().traceback)
+
+
+def _line_in(traceback: Any) -> str:
+    frames = source_info_util.user_frames(traceback)
+    lines = [f"{frame.file_name}:{frame.start_line}" for frame in frames]
+    line = next((line for line in lines if "site-packages" not in line and not line.startswith(_TENSOR)), lines[0] if lines else "")
+    return line.removeprefix(f"{Path.cwd()}/")

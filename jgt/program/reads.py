@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jgt.program import jaxpr as jx
+from jgt.program.equations import is_call, is_remat, is_scan, scan_sizes, subprograms
 from jgt.program.jaxpr import Equation, Program, Var
 
 _LAYOUT = frozenset({"reshape", "squeeze", "transpose", "slice", "broadcast_in_dim", "copy"})
@@ -71,12 +72,12 @@ def _casts_of(equation: Equation) -> list[_Casts]:
     if equation.primitive.name == "convert_element_type":
         return [_Casts([jx.dtype_of(equation.outvars[0])])]
     # A custom derivative has rules besides its program, and nothing shows how these read the operands.
-    if not (jx.is_call(equation) or jx.is_remat(equation) or jx.is_scan(equation)):
+    if not (is_call(equation) or is_remat(equation) or is_scan(equation)):
         return [_Casts([None]) for _ in equation.invars]
-    (inner,) = jx.subprograms(equation)
+    (inner,) = subprograms(equation)
     casts = _casts(inner)
-    if jx.is_scan(equation):
-        num_constants, num_carry = jx.scan_sizes(equation)
+    if is_scan(equation):
+        num_constants, num_carry = scan_sizes(equation)
         # Each pass of the loop reads a constant again. A carry is another value in each pass.
         casts[:num_constants] = [one + one for one in casts[:num_constants]]
         casts[num_constants : num_constants + num_carry] = [_Casts([None]) for _ in range(num_carry)]

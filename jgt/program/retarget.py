@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from jax.core import ShapedArray
+import jax
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.program import jaxpr as jx
+from jgt.program.equations import is_call, map_params, map_subprograms, param_items, subprograms
 from jgt.program.jaxpr import Atom, Equation, Program, Var
 from jgt.program.places import context_on
 
@@ -38,7 +40,7 @@ def jit_call_of(program: Program) -> JitCall:
     inner = jx.body(program)
     # A jit with other arguments in other order would need its shardings permuted; jax.make_jaxpr of a jitted function has none.
     call = inner.eqns[0] if len(inner.eqns) == 1 else None
-    if call is not None and jx.is_call(call) and list(call.invars) == list(inner.invars) and list(call.outvars) == list(inner.outvars):
+    if call is not None and is_call(call) and list(call.invars) == list(inner.invars) and list(call.outvars) == list(inner.outvars):
         params = call.params
         return JitCall(params["jaxpr"], _named(params["in_shardings"]), _named(params["out_shardings"]), tuple(params["donated_invars"]))
     num = len(inner.invars)
@@ -52,12 +54,12 @@ def _named(shardings: Sequence[object]) -> tuple[NamedSharding | None, ...]:
 def meshes_in(program: Program) -> Iterator[Mesh | AbstractMesh]:
     """Every mesh that a program names."""
     for equation in jx.body(program).eqns:
-        for item in jx.param_items(equation):
+        for item in param_items(equation):
             mesh = item.mesh if isinstance(item, NamedSharding) else item
             # A jit that was traced outside of any mesh names the empty mesh.
             if isinstance(mesh, Mesh | AbstractMesh) and mesh.axis_names:
                 yield mesh
-        for inner in jx.subprograms(equation):
+        for inner in subprograms(equation):
             yield from meshes_in(inner)
 
 
@@ -68,11 +70,11 @@ def replace_mesh(program: Program, mesh: Mesh) -> Program:
     eqns: list[Equation] = []
     for equation in inner.eqns:
         is_kernel = equation.primitive.name in _KERNELS
-        new = equation if is_kernel else jx.map_subprograms(equation, lambda p: replace_mesh(p, mesh))
+        new = equation if is_kernel else map_subprograms(equation, lambda p: replace_mesh(p, mesh))
         invars, outvars = [moved.atom(atom) for atom in equation.invars], moved.vars(equation.outvars)
         new = new.replace(ctx=context_on(equation, mesh), invars=invars, outvars=outvars)
         # `map_params` does not look inside programs, so their equations are replaced before.
-        eqns.append(jx.map_params(new, lambda item: _on_mesh(item, mesh)))
+        eqns.append(map_params(new, lambda item: _on_mesh(item, mesh)))
     outvars = [moved.atom(atom) for atom in inner.outvars]
     inner = inner.replace(eqns=eqns, outvars=outvars)
     # Only where they change: jax 0.12 stores a program's constants with its arguments.
@@ -99,7 +101,7 @@ class _Values:
     def atom(self, atom: Atom) -> Atom:
         if jx.is_var(atom):
             return self._var(atom)
-        return Literal(jx.plain_value(atom.val), atom.aval)
+        return Literal(plain_value(atom.val), atom.aval)
 
     def _var(self, var: Var) -> Var:
         if var not in self._moved:
@@ -124,3 +126,12 @@ def _on_mesh(item: object, mesh: Mesh) -> object:
         on_mesh = cast("Mesh | AbstractMesh", _on_mesh(item.mesh, mesh))
         return item.update(mesh=on_mesh) if hasattr(item, "update") else NamedSharding(on_mesh, item.spec, memory_kind=item.memory_kind)
     return item
+
+
+def plain_value(x: Any) -> Any:
+    """A value that a program contains, without a type that names a mesh."""
+    if isinstance(x, jax.Array):
+        is_array = not isinstance(cast("object", x), Tracer) and not jax.numpy.issubdtype(x.dtype, jax.dtypes.extended)
+        return jax.device_get(x) if is_array and jax.typeof(x).sharding.mesh.axis_names else x
+    # JAX's kind of NumPy array remembers its type. A view of it forgets that, and asks for it again where it is read.
+    return x.view() if hasattr(x, "view") else x

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import reshape_runs
+from jgt.program.equations import outer_operands, outer_results, separate, subprograms
 from jgt.program.jaxpr import Equation, Program, Var
-from jgt.program.parts import separate
-from jgt.program.places import Place, place_of
+from jgt.program.places import Place, line_of, place_of
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,12 @@ def _follow(program: Program, around: Place, trails: _Trails, consumers: list[se
         place = place_of(equation, around)
         # The equations inside a call or a loop use a parameter, not the call. A kernel contains a program too, with other arguments.
         # Every program is followed into, so the list comes before the question.
-        entered = [_follow_into(equation, inner, place, trails, consumers) for inner in jx.subprograms(equation)]
+        entered = [_follow_into(equation, inner, place, trails, consumers) for inner in subprograms(equation)]
         if any(entered):
             continue
         meets, ends = _meets(equation, trails)
         for trail in followed:
-            consumers[trail.index].add(_Consumer(place.path, meets, trail.gone, jx.line_of(equation)))
+            consumers[trail.index].add(_Consumer(place.path, meets, trail.gone, line_of(equation)))
         if not ends:
             for out in equation.outvars:
                 trails.setdefault(out, set()).update(_through(equation, trail, len(jx.shape_of(out))) for trail in followed)
@@ -155,7 +155,7 @@ def _reshaped(dims: tuple[int | None, ...], old: tuple[int, ...], new: tuple[int
 def _follow_into(equation: Equation, inner: Program, place: Place, trails: _Trails, consumers: list[set[_Consumer]]) -> bool:
     """Follows parameters into a program of an equation; whether any of them is an argument of it."""
     inside: _Trails = {}
-    for outer, var in zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True):
+    for outer, var in zip(outer_operands(equation, inner), jx.body(inner).invars, strict=True):
         if outer is not None and jx.is_var(outer) and outer in trails:
             # A scan slices the leading dim off what it goes over.
             scanned = range(len(jx.shape_of(outer)) - len(jx.shape_of(var)))
@@ -163,7 +163,7 @@ def _follow_into(equation: Equation, inner: Program, place: Place, trails: _Trai
     if not inside:
         return False
     _follow(inner, place, inside, consumers)
-    for outer, var in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
+    for outer, var in zip(outer_results(equation, inner), jx.body(inner).outvars, strict=True):
         if outer is not None and jx.is_var(var) and var in inside:
             # A scan stacks what it returns: the new leading dim is not one of the parameter's.
             stacked = (None,) * (len(jx.shape_of(outer)) - len(jx.shape_of(var)))

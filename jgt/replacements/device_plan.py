@@ -38,9 +38,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
 from jgt.program.dims import Dims, partition_spec
+from jgt.program.places import exclude_lines
+from jgt.program.tracing import evaluate
 
 # The line of what a plan replaces is the model's.
-jx.exclude_lines(Path(__file__).parent)
+exclude_lines(Path(__file__).parent)
 
 SentBytes = tuple[tuple[str, ...], Fraction] | None
 """The mesh axes of collectives, and their bytes; None if nothing is sent."""
@@ -161,7 +163,7 @@ def _answer(policy: Callable[..., object], equation: jx.Equation) -> object:
 
 
 def _evaluated(*arrays: jax.Array, meaning: jx.Program, **_: object) -> list[jax.Array]:
-    return jx.evaluate(meaning, arrays)
+    return evaluate(meaning, arrays)
 
 
 def _avals(*_: object, meaning: jx.Program, **__: object) -> list[object]:
@@ -182,7 +184,7 @@ def _vmapped(axis: Any, arrays: Sequence[jax.Array], dims: Sequence[int | None],
         mapped = tuple(dim is not None for dim in dims)
         results = run_on_devices(OfReplicas(plan=plan, axes_of_replicas=names, mapped=mapped), mesh, *arrays)
     else:
-        results = jax.vmap(lambda *x: jx.evaluate(meaning, x), tuple(dims), 0)(*arrays)
+        results = jax.vmap(lambda *x: evaluate(meaning, x), tuple(dims), 0)(*arrays)
     return results, (0,) * len(results)
 
 
@@ -203,7 +205,7 @@ def _without_unused(used: list[bool], *rest: Any) -> tuple[list[bool], jx.Equati
 
 def _lowered(ctx: Any, *operands: Any, plan: DevicePlan, mesh: Mesh | AbstractMesh | None, meaning: jx.Program) -> Any:
     if mesh is None:
-        return _lower(ctx, operands, lambda *arrays: jx.evaluate(meaning, arrays))
+        return _lower(ctx, operands, lambda *arrays: evaluate(meaning, arrays))
     around = ctx.module_context.axis_context
     manual = frozenset[str](getattr(around, "manual_axes", ()))
     if manual:

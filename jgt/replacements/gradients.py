@@ -30,9 +30,11 @@ from jax.sharding import Mesh
 from jgt.program import jaxpr as jx
 from jgt.program.backward import map_backward
 from jgt.program.dims import Dims
+from jgt.program.equations import has_custom_derivative, is_call, is_remat, is_scan, map_subprograms, outer_operands, outer_results
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.parts import inlined
 from jgt.program.places import Place, mesh_context
+from jgt.program.tracing import result_of
 from jgt.replacements.replacement import Replaced, Site
 from jgt.rules import Rules
 
@@ -108,7 +110,7 @@ class _Derivatives:
             return self._lookup(equation, known[cast(Var, equation.invars[0])])
         if name == "dot_general":
             return self._matmul(equation, is_read.index(True))
-        if self._is_wide and jx.has_custom_derivative(equation):
+        if self._is_wide and has_custom_derivative(equation):
             return [map_backward(equation, _widened(is_read))]
         return None
 
@@ -130,7 +132,7 @@ class _Derivatives:
 
             def added(numbers: jax.Array, cotangent: jax.Array) -> jax.Array:
                 def look_up(table: jax.Array) -> jax.Array:
-                    return jx.result_of(equation, table, numbers)
+                    return result_of(equation, table, numbers)
 
                 return _transposed(look_up, jax.ShapeDtypeStruct(table.shape, dtype), cotangent.astype(dtype))
 
@@ -156,7 +158,7 @@ class _Derivatives:
 
             def product(rows: jax.Array) -> jax.Array:
                 pair = (weights, rows) if read == 0 else (rows, weights)
-                return jx.result_of(equation, *pair)
+                return result_of(equation, *pair)
 
             by_rows = _transposed(product, rows, cotangent)
             by_weights = jnp.einsum(f"{other},{result}->{sides[read]}", rows, cotangent, preferred_element_type=dtype)
@@ -186,20 +188,20 @@ def with_parameters_followed(
 
 def _entered(equation: Equation, known: dict[Var, Dims], change: Callable[..., list[Equation] | None]) -> Equation:
     """The equation with the programs inside changed."""
-    if not (jx.is_call(equation) or jx.is_remat(equation) or jx.is_scan(equation)):
+    if not (is_call(equation) or is_remat(equation) or is_scan(equation)):
         return equation
 
     def inside(inner: Program) -> Program:
-        pairs = zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)
+        pairs = zip(outer_operands(equation, inner), jx.body(inner).invars, strict=True)
         # A scan that goes over a stack of layers removes its first dim.
         own = {var: known[a][-len(jx.shape_of(var)) :] for a, var in pairs if a is not None and jx.is_var(a) and a in known}
         new = with_parameters_followed(inner, own, change)
-        for outer, atom in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
-            if outer is not None and jx.is_var(atom) and atom in own and not jx.is_scan(equation):
+        for outer, atom in zip(outer_results(equation, inner), jx.body(inner).outvars, strict=True):
+            if outer is not None and jx.is_var(atom) and atom in own and not is_scan(equation):
                 known[outer] = own[atom]
         return new
 
-    return jx.map_subprograms(equation, inside)
+    return map_subprograms(equation, inside)
 
 
 def _transposed(fn: Callable[[jax.Array], jax.Array], like: jax.Array | jax.ShapeDtypeStruct, cotangent: jax.Array) -> jax.Array:
@@ -241,7 +243,7 @@ def _widened(is_parameter: Sequence[bool]) -> Callable[[Program, list[int | None
 
 def _summed_in_f32(equation: Equation) -> list[Equation]:
     def run(a: jax.Array, b: jax.Array) -> jax.Array:
-        sums = jx.result_of(equation, a, b, preferred_element_type=jnp.dtype(jnp.float32))
+        sums = result_of(equation, a, b, preferred_element_type=jnp.dtype(jnp.float32))
         return sums.astype(jx.dtype_of(equation.outvars[0]))
 
     program = jax.make_jaxpr(run)(*[jx.struct_of(a) for a in equation.invars])
@@ -252,7 +254,7 @@ def _with_derivative(equation: Equation, backward: Callable[[_Operands, jax.Arra
     """The equation of two operands with this backward rule."""
 
     def run(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jx.result_of(equation, a, b)
+        return result_of(equation, a, b)
 
     def forward(a: jax.Array, b: jax.Array) -> tuple[jax.Array, _Operands]:
         # Not by `changed`, whose call would hide a matmul from a policy of jax.checkpoint.

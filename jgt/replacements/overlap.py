@@ -20,8 +20,10 @@ from jax.sharding import AbstractMesh, Mesh
 from jgt.program import jaxpr as jx
 from jgt.program.constraints import with_policy
 from jgt.program.dims import Dims
+from jgt.program.equations import is_recomputed, policy_of
 from jgt.program.jaxpr import Equation, Program, Var
-from jgt.program.places import Place, manual_mesh, place_of
+from jgt.program.places import Place, line_of, manual_mesh, place_of
+from jgt.program.tracing import tensor_name
 from jgt.replacements.device_plan import MeaningPolicy
 from jgt.replacements.proof import Matmul, equations_for, matmul_of
 from jgt.replacements.replacement import Replaced, Site
@@ -78,14 +80,14 @@ class _Search:
             # Rows of a vmap have a dim that no spec names.
             if match.rule is None or match.rule.axis not in self.site.sizes or place.num_vmaps:
                 continue
-            if jx.tensor_name(equation) is not None:
+            if tensor_name(equation) is not None:
                 self._gather(equation, place, match, match.rule)
             elif (matmul := matmul_of(equation)) is not None and not any(m.equation is equation for one in self.found for m in one.matmuls):
                 self._scatter(matmul, match, match.rule)
 
     def _gather(self, equation: Equation, place: Place, match: Match[OverlapRule], rule: OverlapRule) -> None:
         """The matmuls that read a tensor which is whole going forward and split going backward."""
-        name, var = jx.tensor_name(equation) or "", equation.outvars[0]
+        name, var = tensor_name(equation) or "", equation.outvars[0]
         ahead = self._dims(match_tensor(self.rules, name, place.path, len(jx.shape_of(var))).rule, equation, var)
         behind = self._dims(match_tensor(self.rules, name, place.path, len(jx.shape_of(var)), backward=True).rule, equation, var)
         dim = _split_dim(behind, rule.axis)
@@ -101,7 +103,7 @@ class _Search:
             for same in _by_type(readers):
                 ring = self._ring(rule.axis, dim, behind, same[0])
                 run = gather_and_multiply(
-                    ring, self._mesh(equation), keeps=any(jx.is_recomputed(policy, same[0].dot) for policy in self.site.policies)
+                    ring, self._mesh(equation), keeps=any(is_recomputed(policy, same[0].dot) for policy in self.site.policies)
                 )
                 self._add(_Group(matmuls=same, operands=(same[0].rows, *(m.weights for m in same)), run=run), rule)
 
@@ -135,7 +137,7 @@ class _Search:
             shape = jx.shape_of(m.weights)
             if shape[dim] % size:
                 self.problems.append(
-                    f"{rule.where}: overlap: dim {dim} of the weights {list(shape)} of the matmul at {jx.line_of(m.equation)} has size "
+                    f"{rule.where}: overlap: dim {dim} of the weights {list(shape)} of the matmul at {line_of(m.equation)} has size "
                     f"{shape[dim]}, which {rule.axis}={size} does not divide"
                 )
                 return False
@@ -173,7 +175,7 @@ class _Search:
             elif matmul is not None and matmul.rows is var and matmul.weights is not var:
                 matmuls.append(matmul)
             else:
-                others.append("the end of the function" if equation is None else jx.line_of(equation) or equation.primitive.name)
+                others.append("the end of the function" if equation is None else line_of(equation) or equation.primitive.name)
         return matmuls, others
 
     def _reached(self, matmul: Matmul) -> Iterator[Dims]:
@@ -193,7 +195,7 @@ class _Search:
     def _rule_of(self, equation: Equation, var: Var) -> SpecRule | None:
         """The rule that constrains a value: by its name, or by the outermost signal that it leaves."""
         place, rank = place_of(equation, self.around), len(jx.shape_of(var))
-        name = jx.tensor_name(equation)
+        name = tensor_name(equation)
         if name is not None and (rule := match_tensor(self.rules, name, place.path, rank).rule):
             return rule
         places = [self.around if e is None else place_of(e, self.around) for e in self._consumers.get(var, ())]
@@ -267,5 +269,5 @@ def _with_policies(program: Program) -> Program:
 
 
 def _with_policy(equation: Equation) -> Equation:
-    policy = jx.policy_of(equation)
+    policy = policy_of(equation)
     return equation if policy is None else with_policy(equation, MeaningPolicy(policy))

@@ -15,9 +15,11 @@ import jax
 from jax.typing import DTypeLike
 
 from jgt.program import jaxpr as jx
+from jgt.program.equations import has_custom_derivative, is_call, subprograms
 from jgt.program.jaxpr import Atom, Equation, Var
 from jgt.program.parts import flatten, inlined
 from jgt.program.places import mesh_context
+from jgt.program.tracing import evaluate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +59,13 @@ def _dot_of(equation: Equation) -> tuple[Equation, DTypeLike] | None:
         is_matmul = (tuple(left), tuple(right), *map(tuple, batch)) == ((rank - 1,), (0,), (), ())
         is_matmul &= rank > 1 and len(jx.shape_of(equation.invars[1])) == 2
         return (equation, jx.dtype_of(equation.invars[1])) if is_matmul else None
-    if not (jx.is_call(equation) or jx.has_custom_derivative(equation)):
+    if not (is_call(equation) or has_custom_derivative(equation)):
         return None
-    inner = jx.body(next(iter(jx.subprograms(equation))))
+    inner = jx.body(next(iter(subprograms(equation))))
     if len(inner.eqns) != 1 or list(inner.eqns[0].invars) != list(inner.invars) or list(inner.eqns[0].outvars) != list(inner.outvars):
         return None
     proven = _dot_of(inner.eqns[0])
-    if proven is None or jx.is_call(equation):
+    if proven is None or is_call(equation):
         return proven
     sums = _sums_of_derivative(equation)
     return None if sums is None else (proven[0], sums)
@@ -75,10 +77,10 @@ def _sums_of_derivative(equation: Equation) -> DTypeLike | None:
     None if that derivative is not made of matmuls alone: one forward, and one for each operand.
     """
     operands = [a for a in equation.invars if jx.is_var(a)]
-    run = jx.program_of(next(iter(jx.subprograms(equation))), operands, [equation], equation.outvars)
+    run = jx.program_of(next(iter(subprograms(equation))), operands, [equation], equation.outvars)
 
     def both(rows: jax.Array, weights: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        result, pull = cast(Any, jax.vjp(lambda *x: jx.evaluate(run, x)[0], rows, weights))
+        result, pull = cast(Any, jax.vjp(lambda *x: evaluate(run, x)[0], rows, weights))
         return result, pull(cotangent)
 
     try:

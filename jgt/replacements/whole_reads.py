@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jgt.program import jaxpr as jx
 from jgt.program.constraints import constraint_equations, wrap_in_checkpoint
 from jgt.program.dims import Dims, partition_spec
+from jgt.program.equations import is_call, is_remat, is_scan, map_subprograms, outer_operands, subprograms
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.places import Place, mesh_around, place_of
 from jgt.replacements.replacement import Inserted, Replaced, Site
@@ -114,11 +115,11 @@ def _through(equation: Equation, split: Mapping[Var, Dims]) -> Dims | None:
 
 def _entered(equation: Equation, split: Mapping[Var, Dims]) -> _Split:
     """The parameters that the program of an equation reads itself: in calls and checkpoints all, in a loop the stacks that it goes over."""
-    is_loop = jx.is_scan(equation)
-    if not (is_loop or jx.is_call(equation) or jx.is_remat(equation)):
+    is_loop = is_scan(equation)
+    if not (is_loop or is_call(equation) or is_remat(equation)):
         return {}
-    (inner,) = jx.subprograms(equation)
-    pairs = zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)
+    (inner,) = subprograms(equation)
+    pairs = zip(outer_operands(equation, inner), jx.body(inner).invars, strict=True)
     taken = [(a, len(jx.shape_of(a)) - len(jx.shape_of(v))) for a, v in pairs if a is not None and jx.is_var(a) and a in split]
     # A variable that a loop both goes over and reads whole is read whole.
     outside = {a for a, num_removed in taken if is_loop and not num_removed}
@@ -137,8 +138,8 @@ def _with_inside(equation: Equation, inside: _Split, reads: _Reads, around: Plac
         return equation
 
     def change(inner: Program) -> Program:
-        pairs = zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True)
+        pairs = zip(outer_operands(equation, inner), jx.body(inner).invars, strict=True)
         own = {v: inside[a][len(inside[a]) - len(jx.shape_of(v)) :] for a, v in pairs if a is not None and jx.is_var(a) and a in inside}
-        return _gathered(inner, own, reads, place_of(equation, around), in_layer=jx.is_scan(equation))
+        return _gathered(inner, own, reads, place_of(equation, around), in_layer=is_scan(equation))
 
-    return jx.map_subprograms(equation, change)
+    return map_subprograms(equation, change)

@@ -19,6 +19,7 @@ from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, coarse_dims
 from jgt.program.jaxpr import Equation, Var
 from jgt.program.places import Place
+from jgt.program.tracing import tensor_name
 from jgt.replacements.replacement import Inserted
 from jgt.rules import AnyMatch, Match, Rules, SaveRule, SpecRule, match_out, match_save, match_tensor, prefixes
 from jgt.sharding.placement import CallContext
@@ -51,7 +52,7 @@ class RuleAnswers:
         self, equation: Equation, var: Var, place: Place, consumers: Sequence[Place], rank: int
     ) -> tuple[SpecRule | None, SpecRule | None, str]:
         """The rules of a value and of its cotangent, and what messages call it. A name decides before the signals that the value leaves."""
-        name = jx.tensor_name(equation)
+        name = tensor_name(equation)
         if name is not None:
             self.tensors.setdefault(name, set()).add(place.path)
             forward = self._noted(match_tensor(self._rules, name, place.path, rank))
@@ -95,7 +96,7 @@ class RuleAnswers:
 
     def save_of(self, equation: Equation, place: Place) -> dict[str, SaveRule]:
         """The save rule of a tensor, by its name; empty if the equation names none, or if no rule does."""
-        name = jx.tensor_name(equation)
+        name = tensor_name(equation)
         rule = None if name is None else self._noted(match_save(self._rules, name, place.path))
         if rule is not None and rule.action == "offload" and self._site.is_in_stage(place.path):
             self.problems.append(

@@ -11,6 +11,7 @@ the training step and a plan of it are made from the same program.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,7 +22,6 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jgt.program import jaxpr as jx
-from jgt.program.dataflow import unchanged_arguments
 from jgt.program.places import mesh_around, trace_context
 from jgt.sharding.inputs import Input, KeyPath, Named, Signature, named_leaves, path_text
 from jgt.sharding.own.layout import OwnLayout
@@ -110,9 +110,10 @@ class Arguments:
             return result, [after[n] for n in candidates]
 
         program, tree, layouts = trace_own(run, self._own, self._traced_arrays(), self._typed_arrays())
-        num_results = tree.num_leaves - len(candidates)
-        # A value that went through nnx.remat or nnx.jit is another object, but the same argument of the program.
-        origins = unchanged_arguments(program)[num_results:]
+        num_results, origins = tree.num_leaves - len(candidates), list[int | None]()
+        if candidates:
+            # A value that went through nnx.remat or nnx.jit is another object, but the same argument of the program.
+            origins = importlib.import_module("jgt.program.dataflow").unchanged_arguments(program)[num_results:]
         number = {leaf: number for number, leaf in enumerate(self._order)}
         changed = [n for n, leaf in enumerate(candidates) if origins[n] != number[leaf]]
         fixed = [path_text(self._leaves[candidates[n]][0][2:]) for n in changed if self._variables.owner(candidates[n]) is None]

@@ -23,6 +23,7 @@ from jgt.program.constraints import pinned_dims
 from jgt.program.dims import Dims, partition_spec
 from jgt.program.jaxpr import Program
 from jgt.program.reads import narrow_reads
+from jgt.program.tracing import evaluate
 from jgt.replacements.replacement import Inserted, Replacement
 from jgt.rules import Match, Rules, Seen, SpecRule, unreached
 from jgt.sharding.answers import RuleAnswers
@@ -100,7 +101,7 @@ def plan_call(
     if rules is not before:
         applied = _apply_rules(arguments, program, rules, site, replacements_of(rules), pad=pad, applies=pipeline is None)
     problems += applied.problems(rules, partial=partial)
-    staged = StagedCall(parameters=applied.params.places, run=lambda arrays: jx.evaluate(applied.program, arrays))
+    staged = StagedCall(parameters=applied.params.places, run=lambda arrays: evaluate(applied.program, arrays))
     # Staged even after problems, so that problems of the rules and of the pipeline are reported together.
     if pipeline is not None:
         with InputError.collect(problems):

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import sharding_dims, show_dims
+from jgt.program.places import line_of
 from jgt.program.uses import parameter_uses
 from jgt.replacements.replacement import Inserted
 from jgt.sharding.arguments import Arguments
@@ -88,7 +89,7 @@ class _Reader:
             rule, value = self._rules[operation], self._names[operation]
             signal, line = self._uses[operation] if operation < len(self._uses) else ("", "")
         else:
-            line = jx.line_of(operation)
+            line = line_of(operation)
             # A cast has the layout of the argument, and so the rule.
             source = operation.invars[0] if not rule and operation.invars else None
             rule = rule or (self._rules[self._numbers[source]] if source in self._numbers else "")

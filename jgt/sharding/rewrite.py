@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jgt.program import jaxpr as jx
 from jgt.program.constraints import constraint_equations, with_policy, wrap_in_checkpoint
 from jgt.program.dims import Dims, coarse_dims, partition_spec
+from jgt.program.equations import is_remat, is_scan, map_subprograms, policy_of
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.places import Place, manual_mesh, place_of
 from jgt.replacements.replacement import ParameterPlace, Policy, Replacement, Site
@@ -160,20 +161,20 @@ class _Rewriter:
         self, equation: Equation, place: Place, renamed: Mapping[Var, Var], *, guarded: bool, policies: tuple[Policy | None, ...]
     ) -> tuple[Equation, dict[str, SaveRule]]:
         saves: dict[str, SaveRule] = {}
-        inside = (*policies, jx.policy_of(equation)) if jx.is_remat(equation) else policies
+        inside = (*policies, policy_of(equation)) if is_remat(equation) else policies
 
         def change(inner: Program) -> Program:
-            new, inner_saves = self.program(inner, place, guarded=guarded or jx.is_remat(equation), policies=inside)
-            if inner_saves and jx.is_scan(equation) and not guarded:
+            new, inner_saves = self.program(inner, place, guarded=guarded or is_remat(equation), policies=inside)
+            if inner_saves and is_scan(equation) and not guarded:
                 # The body of a layer scan becomes one region: what it saves is saved once per layer.
                 return wrap_in_checkpoint(new, SavePolicy.of(inner_saves), in_scan=True) if self._applies else new
             self.answers.add_saves(saves, inner_saves)
             return new
 
-        new = jx.map_subprograms(equation, change)
+        new = map_subprograms(equation, change)
         # A checkpoint of the model takes the rules of all names inside it, so none are left for a region around it.
-        if saves and jx.is_remat(equation):
-            new, saves = with_policy(new, SavePolicy.of(saves, jx.policy_of(equation), named=False)), {}
+        if saves and is_remat(equation):
+            new, saves = with_policy(new, SavePolicy.of(saves, policy_of(equation), named=False)), {}
         invars = [renamed.get(a, a) if jx.is_var(a) else a for a in equation.invars]
         return (new.replace(invars=invars) if any(a is not b for a, b in zip(invars, new.invars, strict=True)) else new), saves
 

@@ -8,7 +8,8 @@ from flax import nnx
 
 from jgt import InputError, Matrix, make_rules, signal
 from jgt.program import jaxpr as jx
-from jgt.program.places import Place, place_of
+from jgt.program.equations import subprograms
+from jgt.program.places import Place, line_of, place_of
 
 SCALE, RANK = 0.7, 2
 B, D, N, H, F, L = 3, 8, 2, 4, 6, 3
@@ -206,8 +207,8 @@ def test_signals_and_lines_stay():
     def walk(program):
         for equation in jx.body(program).eqns:
             if equation.primitive.name == "dot_general":
-                found.append((place_of(equation, Place()).path, jx.line_of(equation).rsplit("/")[-1].partition(":")[0]))
-            for inner in jx.subprograms(equation):
+                found.append((place_of(equation, Place()).path, line_of(equation).rsplit("/")[-1].partition(":")[0]))
+            for inner in subprograms(equation):
                 walk(inner)
 
     walk(program)

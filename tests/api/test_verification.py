@@ -10,6 +10,7 @@ from jax import lax
 
 import jgt
 from jgt.program import constraints
+from jgt.program.tracing import tensor_name
 from jgt.sharding.partitioner import with_faults
 from jgt.signal import context, tensor
 
@@ -100,9 +101,8 @@ def test_a_wrong_rewrite_is_found_with_its_signal_and_its_tensor(how, site, back
     right = constraints.constraint_equations
 
     def wrong(var, ahead, behind, like):
-        from jgt.program import jaxpr as jx
 
-        if like is None or jx.tensor_name(like) != site:
+        if like is None or tensor_name(like) != site:
             return right(var, ahead, behind, like)
 
         @jax.custom_vjp

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 import jgt
 from jgt.api.draws import draws
 from jgt.api.reference import Reference
-from jgt.program import jaxpr as jx
 from jgt.program import scopes
+from jgt.program.tracing import trace
 from jgt.sharding.partitioner import avoid_faults, with_faults
 
 ROWS, COLS = 16, 8
@@ -149,7 +149,7 @@ def test_the_program_is_judged_operation_by_operation():
     x = np.arange(256, dtype=np.float32).reshape(16, 16)
     right = x.reshape(16, 2, 8).copy()
     right[2:] = x.reshape(16, 2, 8)[:-2]
-    program, _ = jx.trace(jax.jit(shift), x)
+    program, _ = trace(jax.jit(shift), x)
     assert np.array_equal(Reference(program, [x], jax.devices()[0], ["y"]).results["y"], right)
     # A right layout raises no alarm, although the function compiled for one device is wrong.
     rules = {"inputs": [["data"], "..."], "default": "replicate"}
@@ -173,7 +173,7 @@ def test_operations_one_by_one_are_the_function():
         return x, ys, n
 
     args = X, jax.random.split(jax.random.key(0), 3)
-    program, _ = jx.trace(run, *args)
+    program, _ = trace(run, *args)
     for a, b in zip(Reference(program, args, jax.devices()[0]).run()[0], run(*args), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
@@ -185,7 +185,7 @@ def test_integers_reach_the_ends_of_what_they_choose():
 
     i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     flags = jax.ShapeDtypeStruct((ROWS, 1), bool)
-    program, _ = jx.trace(use, X, i32(()), i32(()), i32((5,)), i32((9,)), i32((ROWS, 1)), flags)
+    program, _ = trace(use, X, i32(()), i32(()), i32((5,)), i32((9,)), i32((ROWS, 1)), flags)
     drawn = draws(program, [X, i32(()), i32(()), i32((5,)), i32((9,)), i32((ROWS, 1)), flags])
     start, row, rows, ids, mask, flag = ([np.asarray(each[n]) for each in drawn] for n in range(1, 7))
     # A slice of three rows begins at 13 at the latest.

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 
 from jgt.program import jaxpr as jx
+from jgt.program.equations import subprograms
 from jgt.program.places import Place, place_of
 
 
@@ -21,7 +22,7 @@ def all_constraints(fn, *args, **kwargs):
             place = place_of(equation, around)
             if equation.primitive.name == "sharding_constraint":
                 found.append((place.path, equation.params["sharding"].spec))
-            for inner in jx.subprograms(equation):
+            for inner in subprograms(equation):
                 walk(inner, place)
 
     walk(jax.make_jaxpr(lambda args, kwargs: fn(*args, **kwargs))(args, kwargs), Place())

@@ -27,6 +27,7 @@ import jgt
 from jgt.planner.flops import flops
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import live
+from jgt.program.equations import is_scan, scan_sizes, subprograms
 from jgt.schedule.schedules import SCHEDULES
 from jgt.signal import context, tensor
 
@@ -146,10 +147,10 @@ def traced(schedule, trained):
 def carried(program):
     """The shapes of all values that scans carry from step to step."""
     for equation in jx.body(program).eqns:
-        if jx.is_scan(equation):
-            num_consts, num_carry = jx.scan_sizes(equation)
+        if is_scan(equation):
+            num_consts, num_carry = scan_sizes(equation)
             yield from (jx.shape_of(atom) for atom in equation.invars[num_consts : num_consts + num_carry])
-        for inner in jx.subprograms(equation):
+        for inner in subprograms(equation):
             yield from carried(inner)
 
 

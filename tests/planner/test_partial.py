@@ -9,13 +9,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jgt.planner.needs.usage import PartialSum, carry
 from jgt.program import jaxpr as jx
+from jgt.program.tracing import trace
 
 TENSOR = NamedSharding(AbstractMesh((4,), ("tensor",), axis_types=(AxisType.Auto,)), PartitionSpec("tensor"))
 
 
 def followed(fn, *, axes=("tensor", "tensor"), adds_first=True):
     """The sums that are left of the results of a function's matmuls, one for each axis, and how many of the other equations kept them."""
-    program, _ = jx.trace(fn, *[jnp.ones((4, 4))] * 2)
+    program, _ = trace(fn, *[jnp.ones((4, 4))] * 2)
     sums, found, kept, rest = {}, [], [], list(axes)
     for equation in jx.body(program).eqns:
         if equation.primitive.name == "dot_general":

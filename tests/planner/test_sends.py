@@ -9,6 +9,8 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jgt.planner.needs.equations import Backend, is_gather, sent
 from jgt.program import jaxpr as jx
+from jgt.program.equations import subprograms
+from jgt.program.tracing import trace
 
 SIZES = {"data": 2, "tensor": 4, "alone": 1}
 X = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)
@@ -19,9 +21,9 @@ def collectives(fn):
     """The equations of a function's shard_map, over all axes."""
     mesh = AbstractMesh(tuple(SIZES.values()), tuple(SIZES))
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
-    program, _ = jx.trace(mapped, X)
+    program, _ = trace(mapped, X)
     (outer,) = jx.body(program).eqns
-    (inner,) = jx.subprograms(outer)
+    (inner,) = subprograms(outer)
     return jx.body(inner).eqns
 
 

@@ -8,13 +8,15 @@ import pytest
 
 from jgt.planner.needs.equations import View, contractions, into, out_of, through
 from jgt.program import jaxpr as jx
+from jgt.program.equations import subprograms
+from jgt.program.tracing import trace
 
 STACK = View(0, (("stage",), ("fsdp",), ("tensor",)), Fraction(1))
 
 
 def followed(fn):
     """The views of a stack [4, 6, 8] that a function makes, by its last variable; None where the trail ends."""
-    program, _ = jx.trace(fn, jnp.ones((4, 6, 8)))
+    program, _ = trace(fn, jnp.ones((4, 6, 8)))
     views = {jx.body(program).invars[0]: STACK}
     for equation in jx.body(program).eqns:
         found = through(equation, views, Fraction(1))
@@ -45,9 +47,9 @@ def test_the_trail_ends_where_another_array_is_involved():
 
 
 def test_a_scan_takes_a_part_and_stacks_what_it_keeps():
-    program, _ = jx.trace(lambda w: jax.lax.scan(lambda _, one: (None, one * 2), None, w)[1], jnp.ones((4, 6, 8)))
+    program, _ = trace(lambda w: jax.lax.scan(lambda _, one: (None, one * 2), None, w)[1], jnp.ones((4, 6, 8)))
     (scan,) = jx.body(program).eqns
-    (inner,) = jx.subprograms(scan)
+    (inner,) = subprograms(scan)
     layer = into(STACK, scan.invars[0], jx.body(inner).invars[0], Fraction(4))
     assert layer == View(0, STACK.dims[1:], Fraction(1, 4), Fraction(4))
     assert out_of(layer, jx.body(inner).outvars[0], scan.outvars[0], Fraction(1)) == View(0, ((), *STACK.dims[1:]), Fraction(1))
@@ -59,7 +61,7 @@ def test_a_scan_takes_a_part_and_stacks_what_it_keeps():
     ids=["its rows", "its columns"],
 )
 def test_a_matmul_sums_over_the_axes_of_its_dim(fn, axes):
-    program, _ = jx.trace(fn, jnp.ones((6, 8)), jnp.ones((3, 6)))
+    program, _ = trace(fn, jnp.ones((6, 8)), jnp.ones((3, 6)))
     view = View(0, STACK.dims[1:], Fraction(1))
     views = {jx.body(program).invars[0]: view}
     assert [found for equation in jx.body(program).eqns for _, found in contractions(equation, views)] == [axes]

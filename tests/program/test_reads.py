@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgt.program import jaxpr as jx
 from jgt.program.reads import Read, narrow_reads
+from jgt.program.tracing import trace
 
 BF16 = jnp.dtype(jnp.bfloat16)
 ONCE, MORE = Read(dtype=BF16, once=True), Read(dtype=BF16, once=False)
@@ -46,5 +46,5 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_type_that_an_argument_is_read_in(name):
     fn, expected = CASES[name]
-    program, _ = jx.trace(fn, np.ones((2, 3, 3), np.float32))
+    program, _ = trace(fn, np.ones((2, 3, 3), np.float32))
     assert narrow_reads(program) == [expected]

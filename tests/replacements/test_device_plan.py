@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jgt
 from jgt.planner.flops import flops
-from jgt.program.jaxpr import is_recomputed
+from jgt.program.equations import is_recomputed
 from jgt.replacements.device_plan import MeaningPolicy, run_on_devices
 
 MESH = {"data": 2, "tensor": 4}

@@ -6,6 +6,7 @@ import pytest
 
 import jgt
 from jgt.program import jaxpr as jx
+from jgt.program.equations import subprograms
 
 MESH = jgt.make_mesh({"data": 2, "fsdp": 4})
 RULES = {"axes": {"batch": ["data", "fsdp"]}, "params": {"**": ["fsdp", ...]}, "default": "replicate"}
@@ -32,7 +33,7 @@ def left_sizes(loss, arguments, rows):
             if equation.primitive.name == "dot_general":
                 ((summed, _), _), shape = equation.params["dimension_numbers"], jx.shape_of(equation.invars[0])
                 found.extend(shape[1 - dim] for dim in summed if shape[dim] == rows)
-            for inner in jx.subprograms(equation):
+            for inner in subprograms(equation):
                 search(inner)
 
     search(jax.make_jaxpr(jax.grad(loss))(*arguments))

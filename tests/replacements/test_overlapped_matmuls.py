@@ -12,6 +12,7 @@ from plugin import needs_plugin
 
 import jgt
 from jgt.program import jaxpr as jx
+from jgt.program.equations import subprograms
 from jgt.signal import context, tensor
 from train.models.config import GPTConfig, ModelConfig
 from train.models.decoder import Decoder
@@ -71,7 +72,7 @@ def regions_in(fn, *args):
         for equation in jx.body(program).eqns:
             if equation.primitive.name == "on_devices":
                 yield type(equation.params["plan"]).__name__
-            for inner in jx.subprograms(equation):
+            for inner in subprograms(equation):
                 yield from found(inner)
 
     return sorted(found(jax.make_jaxpr(fn)(*args)))
@@ -104,7 +105,7 @@ def test_recomputed_layers_in_a_scan(policy):
 def everything(program):
     for equation in jx.body(program).eqns:
         yield equation
-        for inner in jx.subprograms(equation):
+        for inner in subprograms(equation):
             yield from everything(inner)
 
 

@@ -10,6 +10,7 @@ import pytest
 import jgt
 from jgt.program import jaxpr as jx
 from jgt.program.places import Place
+from jgt.program.tracing import evaluate, trace
 from jgt.replacements.gradients import SummedGradients, sum_of_groups
 from jgt.replacements.replacement import Site
 
@@ -22,7 +23,7 @@ SPLIT = (("fsdp",), ())
 
 def changed(fn, dims, *args, batch=TWO, wide=False):
     """fn(parameter, *args) with the gradient of its parameter added up otherwise, and whether its program has changed."""
-    program, tree = jx.trace(fn, *args)
+    program, tree = trace(fn, *args)
     rules = jgt.make_rules({"inputs": {"**": [list(batch), "..."]}, "default": "replicate"})
     parameter = SimpleNamespace(shape=args[0].shape, dims=dims)
     site = Site(
@@ -33,7 +34,7 @@ def changed(fn, dims, *args, batch=TWO, wide=False):
     )
     new = SummedGradients(rules, is_wide=wide).apply(program, Place(), site).program
     is_same = str(new) == str(program)
-    return lambda *args: jax.tree.unflatten(tree, jx.evaluate(new, args)), not is_same
+    return lambda *args: jax.tree.unflatten(tree, evaluate(new, args)), not is_same
 
 
 def test_lookups_in_a_table_for_each_row_are_left_alone():

@@ -18,9 +18,10 @@ from jgt.pipeline.batch.growth import AlignmentError, Growth, batch_sizes
 from jgt.pipeline.batch.primitives import runs_programs
 from jgt.pipeline.batch.rows import SIZE_PARAMS, names
 from jgt.program import jaxpr as jx
+from jgt.program.equations import subprograms
 from jgt.program.jaxpr import Equation
 from jgt.program.parts import Flat
-from jgt.program.places import Place, place_of
+from jgt.program.places import Place, place_of, source_of
 
 _SHAPING = names("reshape broadcast_in_dim squeeze expand_dims transpose convert_element_type iota add lt select_n")
 """JAX may leave these out for a dim of size 1: changes of shape, and the arithmetic of indices that count from the end."""
@@ -61,7 +62,7 @@ class _Comparison:
             if not runs_programs(whole[i]):
                 # The inside of a kernel, or of a call of experts, is cut to its rows: a grid, say, is not a power of the batch size.
                 continue
-            for p, q in zip(jx.subprograms(whole[i]), jx.subprograms(micro[j]), strict=False):
+            for p, q in zip(subprograms(whole[i]), subprograms(micro[j]), strict=False):
                 self.compare(jx.body(p).eqns, jx.body(q).eqns, place_of(whole[i], around))
         return pairs
 
@@ -89,7 +90,7 @@ class _Comparison:
                 raise self._error(equation, f"has {key}={value} in one of them and {other} in the other")
 
     def _error(self, equation: Equation, difference: str) -> AlignmentError:
-        source = jx.source_of(equation)
+        source = source_of(equation)
         sizes = f"a batch of {self.num_rows[0]} and a microbatch of {self.num_rows[1]} run different programs"
         message = f"{sizes}: {equation.primitive.name} {difference}"
         return AlignmentError(f"{source}: {message}" if source else message)
@@ -97,7 +98,7 @@ class _Comparison:
 
 def _signature(equation: Equation) -> tuple[str, str, int, str]:
     """The features that two equations must share to count as the same: primitive, place, number of results, source line."""
-    return equation.primitive.name, place_of(equation, Place()).path, len(equation.outvars), jx.source_of(equation)
+    return equation.primitive.name, place_of(equation, Place()).path, len(equation.outvars), source_of(equation)
 
 
 def _ranks(equation: Equation) -> list[int]:

@@ -15,7 +15,9 @@ import jax
 from jgt.pipeline.batch.extent import Extent
 from jgt.pipeline.batch.rows import Rows
 from jgt.program import jaxpr as jx
+from jgt.program.equations import subprograms
 from jgt.program.jaxpr import Equation, Program
+from jgt.program.tracing import evaluate, trace
 
 _PullBack = Callable[[list[jax.Array]], tuple[list[jax.Array]]]
 """jax.vjp returns this for a function of one list: it maps cotangents to the gradients of that list."""
@@ -31,19 +33,19 @@ def backward_program(equation: Equation) -> Program:
     outvars = [v for v in equation.outvars if not jx.is_dropped(v)]
     is_real = [jx.is_real(v) for v in invars]
     # The program inside lends the new one its class and its debug info, and nothing of its content.
-    program = jx.program_of(next(jx.subprograms(equation)), invars, [equation], outvars)
+    program = jx.program_of(next(subprograms(equation)), invars, [equation], outvars)
 
     def backward(operands: list[jax.Array], cotangents: list[jax.Array]) -> list[jax.Array]:
         def forward(reals: list[jax.Array]) -> list[jax.Array]:
             remaining = iter(reals)
-            results = jx.evaluate(program, [next(remaining) if real else x for real, x in zip(is_real, operands, strict=True)])
+            results = evaluate(program, [next(remaining) if real else x for real, x in zip(is_real, operands, strict=True)])
             return [x for x, v in zip(results, outvars, strict=True) if jx.is_real(v)]
 
         reals = [x for real, x in zip(is_real, operands, strict=True) if real]
         pull_back = cast(_PullBack, jax.vjp(forward, reals)[1])
         return pull_back(cotangents)[0]
 
-    return jx.trace(backward, [v.aval for v in invars], [v.aval for v in outvars if jx.is_real(v)])[0]
+    return trace(backward, [v.aval for v in invars], [v.aval for v in outvars if jx.is_real(v)])[0]
 
 
 def cotangent_extent(result: Extent) -> Extent:

@@ -12,8 +12,10 @@ from jgt.pipeline.batch.extent import Extent
 from jgt.pipeline.batch.growth import AlignmentError, Growth
 from jgt.pipeline.batch.walk import growth_of
 from jgt.program import jaxpr as jx
+from jgt.program.equations import part_for, subprograms
 from jgt.program.jaxpr import Atom, Program, Var
-from jgt.program.parts import Flat, flatten, part_for
+from jgt.program.parts import Flat, flatten
+from jgt.program.places import source_of
 
 
 def joined_results(program: Program, larger: Program, *, ratio: float, num_params: int) -> list[Extent]:
@@ -38,7 +40,7 @@ def _joined(flat: Flat, growth: Growth, atom: Atom) -> Extent:
         return Extent(problem=f"{feed.source}: a number that is computed from all rows is used for each of them again")
     if not extent.problem and (extent.rows or extent.degree not in (0, 1) or not extent.exact):
         made = next((e for e in flat.eqns if any(var is atom for var in e.outvars)), None)
-        where = f"{jx.source_of(made)}: " if made is not None and jx.source_of(made) else ""
+        where = f"{source_of(made)}: " if made is not None and source_of(made) else ""
         return Extent(problem=f"{where}it is a quotient, a product or another function of sums over rows")
     return extent
 
@@ -48,11 +50,11 @@ def needed_variables(flat: Flat, outputs: Iterable[Atom]) -> set[Var]:
     needed = set(filter(jx.is_var, outputs))
     for equation in reversed(flat.eqns):
         if own := part_for(equation, needed):
-            needed.update(filter(jx.is_var, own.invars), *map(_inside, jx.subprograms(equation)))
+            needed.update(filter(jx.is_var, own.invars), *map(_inside, subprograms(equation)))
     return needed
 
 
 def _inside(program: Program) -> set[Var]:
     equations = jx.body(program).eqns
-    inner = (var for equation in equations for part in jx.subprograms(equation) for var in _inside(part))
+    inner = (var for equation in equations for part in subprograms(equation) for var in _inside(part))
     return {*(var for equation in equations for var in equation.outvars), *inner}

@@ -24,6 +24,8 @@ from jgt.pipeline.batch.rows import (
     refuse_params,
 )
 from jgt.program import jaxpr as jx
+from jgt.program.dataflow import ELEMENTWISE
+from jgt.program.equations import is_remat
 from jgt.program.jaxpr import Equation
 from jgt.program.kernels import kernel_of
 
@@ -48,7 +50,7 @@ _CALLS = names(
 def runs_programs(equation: Equation) -> bool:
     """Whether an equation applies the programs in its params to its own operands, so that they can be followed."""
     # By name, because other primitives have programs too: the one in a sort or a scatter combines single elements.
-    return equation.primitive.name in _CALLS or jx.is_remat(equation)
+    return equation.primitive.name in _CALLS or is_remat(equation)
 
 
 def result_rows(equation: Equation, twin: Equation, operand_rows: OperandRows, num_rows: tuple[int, int]) -> list[Rows | None]:
@@ -127,7 +129,7 @@ def _column_rows(equation: Equation, twin: Equation, operand_rows: OperandRows) 
 
 _RULES = {
     **RULES,
-    **dict.fromkeys(jx.ELEMENTWISE, _elementwise),
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys([*CORE_DIMS, "fft"], _leading_rows),
     **dict.fromkeys(names("ormqr triangular_solve tridiagonal_solve"), _column_rows),
 }

@@ -20,9 +20,10 @@ from jgt.pipeline.batch.growth import AlignmentError, Feed, Growth, batch_sizes
 from jgt.pipeline.batch.primitives import result_rows, runs_programs
 from jgt.pipeline.batch.rows import MixingError, Rows, differs_in_shape
 from jgt.program import jaxpr as jx
+from jgt.program.equations import has_custom_derivative, is_scan, outer_operands, passes_on, scan_sizes, subprograms
 from jgt.program.jaxpr import Atom, Equation, Program, Var
-from jgt.program.parts import Flat, passes_on
-from jgt.program.places import Place, place_of
+from jgt.program.parts import Flat
+from jgt.program.places import Place, place_of, source_of
 
 
 def growth_of(whole: Flat, larger: Flat, *, ratio: float, num_params: int, trusted: tuple[str, ...] = ()) -> Growth:
@@ -56,12 +57,12 @@ class _Walk:
         for equation, twin in itertools.zip_longest(eqns, twins):
             kind, twin_kind = _kind(equation), _kind(twin)
             if kind != twin_kind:
-                where = jx.source_of(equation or twin) or self._source
+                where = source_of(equation or twin) or self._source
                 raise AlignmentError(f"{where}: {kind} at one batch size is {twin_kind} at another")
         for equation, twin in zip(eqns, twins, strict=True):
             outer = self._source
             # An equation that JAX adds has no line; the line of the region around it is the best there is.
-            self._source = jx.source_of(equation) or outer
+            self._source = source_of(equation) or outer
             self._add_results(equation, twin, place_of(equation, around))
             self._source = outer
 
@@ -127,20 +128,20 @@ class _Walk:
     def _region(self, equation: Equation, twin: Equation, operands: Sequence[Extent], place: Place) -> list[Extent]:
         """The extents of the results of an equation that runs programs. Raises MixingError."""
         condition = equation.params.get("cond_jaxpr")
-        if jx.is_scan(equation) and equation.params["length"] != twin.params["length"]:
+        if is_scan(equation) and equation.params["length"] != twin.params["length"]:
             raise MixingError("it is a loop over the rows of the batch, or over groups of them")
         if "branches" in equation.params and (operands[0].of_batch or operands[0].problem):
             # The branch must be the one that the whole batch takes.
             self._add_feed(equation.invars[0], equation)
         results: list[Extent] | None = None
-        for program, twin_program in zip(jx.subprograms(equation), jx.subprograms(twin), strict=True):
+        for program, twin_program in zip(subprograms(equation), subprograms(twin), strict=True):
             if program is condition:
                 continue
             outputs = self._through(equation, twin, program, twin_program, place)
             results = outputs if results is None else list(map(merged_extent, results, outputs))
         if results is None:
             raise MixingError(f"{equation.primitive.name} is not known to keep the rows of a batch apart")
-        if jx.has_custom_derivative(equation) and not self._is_derivative and not any(e.problem for e in results):
+        if has_custom_derivative(equation) and not self._is_derivative and not any(e.problem for e in results):
             self._check_derivative(equation, twin, operands, results, place)
         return results
 
@@ -150,8 +151,8 @@ class _Walk:
         if len(inner.outvars) != len(equation.outvars):
             raise MixingError(f"{equation.primitive.name} is not known to keep the rows of a batch apart")
         # A loop's arguments are constants, then what it carries, then what a scan goes over. Other programs have constants only.
-        outer = jx.outer_operands(equation, program)
-        arguments = self._arguments(outer, jx.outer_operands(twin, twin_program))
+        outer = outer_operands(equation, program)
+        arguments = self._arguments(outer, outer_operands(twin, twin_program))
         num_carry, num_scanned = _loop_sizes(equation, program)
         end = len(arguments) - num_scanned
         start = end - num_carry
@@ -170,7 +171,7 @@ class _Walk:
         # A constant of the region is a variable outside too, where the caller can find out what computes it.
         outside = dict(zip(inner.invars[:start], outer[:start], strict=True))
         self._growth.feeds[num_feeds:] = _moved_outside(self._growth.feeds[num_feeds:], outside, equation)
-        stacked = 1 if jx.is_scan(equation) else 0
+        stacked = 1 if is_scan(equation) else 0
         return [*outputs[:num_carry], *(_rows_shifted(e, stacked) for e in outputs[num_carry:])]
 
     def _arguments(self, atoms: Sequence[Atom | None], twins: Sequence[Atom | None]) -> list[Extent]:
@@ -193,7 +194,7 @@ class _Walk:
         program: Program = equation.params["cond_jaxpr"]
         twin_program: Program = twin.params["cond_jaxpr"]
         num_constants = len(jx.body(program).invars) - len(carry)
-        atoms, twins = jx.outer_operands(equation, program), jx.outer_operands(twin, twin_program)
+        atoms, twins = outer_operands(equation, program), outer_operands(twin, twin_program)
         constants = self._arguments(atoms[:num_constants], twins[:num_constants])
         num_feeds = len(self._growth.feeds)
         (end,) = self._outputs(program, twin_program, [*constants, *carry], place)
@@ -238,7 +239,7 @@ def _kind(equation: Equation | None) -> str:
     """The features that two equations must share to be the same at two batch sizes."""
     if equation is None:
         return "nothing"
-    num_branches = len(list(jx.subprograms(equation)))
+    num_branches = len(list(subprograms(equation)))
     return f"{equation.primitive.name} ({len(equation.invars)} operands, {len(equation.outvars)} results, {num_branches} programs)"
 
 
@@ -262,8 +263,8 @@ def _trusted_extent(extent: Extent, var: Var, twin: Var) -> Extent:
 
 def _loop_sizes(equation: Equation, program: Program) -> tuple[int, int]:
     """The number of operands that a loop carries, and the number that a scan goes over; (0, 0) for an equation that is not a loop."""
-    if jx.is_scan(equation):
-        num_constants, num_carry = jx.scan_sizes(equation)
+    if is_scan(equation):
+        num_constants, num_carry = scan_sizes(equation)
         return num_carry, len(jx.body(program).invars) - num_constants - num_carry
     return (len(jx.body(program).outvars) if "body_jaxpr" in equation.params else 0), 0
 

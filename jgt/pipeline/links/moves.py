@@ -21,11 +21,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jgt.pipeline.links.layout import Axes, Layout
+from jgt.pipeline.links.manual import manual_of_replicas, with_dim, without_dim
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
 from jgt.program.dims import num_parts, partition_spec
 from jgt.program.jaxpr import Var
-from jgt.program.manual import manual_of_replicas, with_dim, without_dim
 from jgt.program.places import mesh_around
 
 FREE = PartitionSpec.UNCONSTRAINED

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, sharding_dims
+from jgt.program.equations import subprograms
 from jgt.program.jaxpr import Atom, Equation, Var
 from jgt.replacements.device_plan import plan_of
 
@@ -70,7 +71,7 @@ def through(equation: Equation, views: Mapping[Var, View], times: Fraction) -> t
     # Scalars do not count as arrays: a parameter times a constant is still a view of it.
     sources = [a for a in equation.invars if jx.is_var(a) and a in views]
     arrays = [a for a in equation.invars if jx.shape_of(a)]
-    if len(sources) != 1 or len(arrays) != 1 or len(equation.outvars) != 1 or any(True for _ in jx.subprograms(equation)):
+    if len(sources) != 1 or len(arrays) != 1 or len(equation.outvars) != 1 or any(True for _ in subprograms(equation)):
         return None
     view, before, after = views[sources[0]], jx.shape_of(sources[0]), jx.shape_of(equation.outvars[0])
     dims = _dims_after(equation, view.dims, before, after)

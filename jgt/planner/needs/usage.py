@@ -26,6 +26,7 @@ from jgt.planner.layouts import Parameter, batch_axes
 from jgt.planner.needs.equations import Backend, MeshAxes, View, Views, all_reduced, contractions, into, is_gather, out_of, sent, through
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, num_parts, sharding_dims
+from jgt.program.equations import is_scan, outer_operands, outer_results, subprograms
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.replacements.device_plan import plan_of
 from jgt.replacements.experts.exchange import weights_of
@@ -173,7 +174,7 @@ class Usage:
             self.has_experts |= bool(weights)
             for var, dims in weights:
                 self._hold(var, dims, scope, views)
-            for inner in jx.subprograms(equation):
+            for inner in subprograms(equation):
                 # The function of experts may read its weights any number of times: they are brought to their devices once a call.
                 self._enter(equation, inner, scope, {} if weights else views)
             self._contract(equation, scope, views, sums)
@@ -207,15 +208,15 @@ class Usage:
         # shard_map makes some axes manual: inside, shapes are one device's along them.
         manual = equation.params.get("newly_manual_axes", ())
         trips = trips_of(equation)
-        times, parts = scope.times * trips, scope.parts * (1 if jx.is_scan(equation) else trips)
+        times, parts = scope.times * trips, scope.parts * (1 if is_scan(equation) else trips)
         inside: Views = {}
-        for outer, var in zip(jx.outer_operands(equation, inner), jx.body(inner).invars, strict=True):
+        for outer, var in zip(outer_operands(equation, inner), jx.body(inner).invars, strict=True):
             if outer is not None and jx.is_var(outer) and outer in views:
                 view = inside[var] = into(views[outer], outer, var, times)
                 self.parameters[view.index].is_manual |= any(axis in self.batch for axis in manual)
         is_replaced = scope.is_replaced or plan_of(equation) is not None
         self.read(inner, _Scope(scope.name, times, tuple(a for a in scope.batch if a not in manual), is_replaced, parts), inside)
-        for outer, atom in zip(jx.outer_results(equation, inner), jx.body(inner).outvars, strict=True):
+        for outer, atom in zip(outer_results(equation, inner), jx.body(inner).outvars, strict=True):
             if outer is None or not jx.is_var(atom) or atom not in inside:
                 continue
             view = out_of(inside[atom], atom, outer, scope.times)

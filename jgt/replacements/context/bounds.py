@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgt.program import jaxpr as jx
+from jgt.program.dataflow import ELEMENTWISE
 from jgt.program.jaxpr import Atom, Equation
 from jgt.replacements.context.pairs import SHAPED, Condition, Labels, Operand, Reader, SeenPairs, elementwise, labels_of, lets_meet
 
@@ -92,7 +93,7 @@ class _Values:
             return self._shaped(equation, labels)
         operands = [self.of(a, labels_of(a, labels)) for a in equation.invars]
         known = [one for one in operands if one is not None]
-        if equation.primitive.name not in jx.ELEMENTWISE or len(known) < len(operands) or math.prod(map(len, known)) > _MOST:
+        if equation.primitive.name not in ELEMENTWISE or len(known) < len(operands) or math.prod(map(len, known)) > _MOST:
             return None
         return [
             Alternative(functools.reduce(jnp.logical_and, (one.where for one in each)), elementwise(equation, [one.value for one in each]))

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, num_parts
+from jgt.program.places import line_of
 from jgt.replacements.context.proof import Attention
 from jgt.replacements.context.region import Region
 from jgt.rules import ContextRule
@@ -21,7 +22,7 @@ def shape_problems(rule: ContextRule, region: Region, dims: Dims, sizes: Mapping
     if region.reader is not None:
         yield (
             f"{rule.where}: context: between {names} and {rule.between[-1]} a value is made that "
-            f"{jx.line_of(region.reader) or region.reader.primitive.name} reads, too. It would be one of the whole sequence"
+            f"{line_of(region.reader) or region.reader.primitive.name} reads, too. It would be one of the whole sequence"
         )
     heads = num_parts(dims[2], sizes) * (sizes[rule.axis] if rule.method == "ulysses" else 1)
     for count, what in ((q[2], "heads"), (k[2], "key heads")):

@@ -24,7 +24,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, show_dims
 from jgt.program.jaxpr import Equation, Program
-from jgt.program.places import Place, manual_mesh, mesh_around, place_of
+from jgt.program.places import Place, line_of, manual_mesh, mesh_around, place_of
+from jgt.program.tracing import tensor_name
 from jgt.replacements.context.blocks import XLA_BLOCKS, BlockKernel
 from jgt.replacements.context.checks import is_zigzag, order_problems, shape_problems
 from jgt.replacements.context.cudnn import CUDNN_BLOCKS, obstacle
@@ -50,7 +51,7 @@ class Context:
         matches: list[Match[ContextRule]] = []
         problems: list[str] = []
         for equation in jx.body(program).eqns:
-            name, place = jx.tensor_name(equation), place_of(equation, around)
+            name, place = tensor_name(equation), place_of(equation, around)
             match = match_context(self.rules, place.path)
             # Rows of a vmap have a dim that no spec names.
             if name is None or match.rule is None or place.num_vmaps or name not in match.rule.between:
@@ -87,7 +88,7 @@ class Context:
         try:
             attention = attention_in(jx.program_of(program, region.operands, region.eqns, [region.result]))
         except UnreadableError as error:
-            line = next((line for line in map(jx.line_of, reversed(region.eqns)) if line), "the attention")
+            line = next((line for line in map(line_of, reversed(region.eqns)) if line), "the attention")
             return program, [f"{rule.where}: context: {line} is not attention that can be split along the sequence: {error}"]
         wrong = list(order_problems(rule, attention, jx.shape_of(region.rows[0])[1], sizes))
         if wrong:

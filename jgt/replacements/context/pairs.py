@@ -22,8 +22,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jgt.program import jaxpr as jx
+from jgt.program.dataflow import ELEMENTWISE
 from jgt.program.jaxpr import Atom, Equation, Var
 from jgt.program.parts import Flat
+from jgt.program.tracing import result_of
 
 DimLabel = Literal["batch", "queries", "keys"] | None
 Labels = tuple[DimLabel, ...]
@@ -184,7 +186,7 @@ class Reader:
         equation = self.source.made.get(var)
         if equation is None:
             return self._constant(var, labels) if var in self.source.consts else self.read(Operand(var, labels))
-        run = _KINDS.get(equation.primitive.name) or (Reader._elementwise if equation.primitive.name in jx.ELEMENTWISE else None)
+        run = _KINDS.get(equation.primitive.name) or (Reader._elementwise if equation.primitive.name in ELEMENTWISE else None)
         made = None if run is None else run(self, equation, labels)
         return self.read(Operand(var, labels)) if made is None else made
 
@@ -237,7 +239,7 @@ def elementwise(equation: Equation, operands: Sequence[jax.Array]) -> jax.Array:
     full = jnp.broadcast_shapes(*(x.shape for x in operands))
     # The predicate of a select may be one for all.
     is_one = [equation.primitive.name == "select_n" and x.ndim == 0 for x in operands]
-    return jx.result_of(equation, *(x if one else jnp.broadcast_to(x, full) for x, one in zip(operands, is_one, strict=True)))
+    return result_of(equation, *(x if one else jnp.broadcast_to(x, full) for x, one in zip(operands, is_one, strict=True)))
 
 
 SHAPED = {

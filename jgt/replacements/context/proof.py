@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgt.program import jaxpr as jx
+from jgt.program.equations import has_custom_derivative, is_call, is_remat
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.parts import Flat, flatten
 from jgt.replacements.context import cudnn
@@ -80,7 +81,7 @@ def attention_in(program: Program) -> Attention:
 
 
 def _is_dissolved(equation: Equation) -> bool:
-    return jx.is_call(equation) or jx.has_custom_derivative(equation) or jx.is_remat(equation)
+    return is_call(equation) or has_custom_derivative(equation) or is_remat(equation)
 
 
 @dataclass

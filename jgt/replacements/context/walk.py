@@ -19,8 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgt.program import jaxpr as jx
+from jgt.program.dataflow import ELEMENTWISE
 from jgt.program.jaxpr import Atom, Equation, Var
 from jgt.program.parts import Flat
+from jgt.program.places import line_of
+from jgt.program.tracing import result_of
 from jgt.replacements.context import cudnn
 from jgt.replacements.context.blocks import XLA_BLOCKS
 from jgt.replacements.context.pairs import Condition, DimLabel, Labels, Operand, Reader, Source, UnreadableError, labels_of
@@ -66,7 +69,7 @@ class AttentionWalk:
         known = [self._known.get(a) if jx.is_var(a) else None for a in equation.invars]
         if cudnn.is_attention(equation):
             result = self._fused(equation, reader)
-        elif name in jx.ELEMENTWISE:
+        elif name in ELEMENTWISE:
             result = self._elementwise(equation, known, reader)
         elif name == "dot_general":
             operands = [self._with(one, a, reader) for one, a in zip(known, equation.invars, strict=True)]
@@ -78,7 +81,7 @@ class AttentionWalk:
             result = self._without_sink(equation, *known[0])
         else:
             if name not in _RULES or known[0] is None:
-                raise UnreadableError(f"{name} ({jx.line_of(equation) or 'in a library'}) is not an operation of attention that jgt knows")
+                raise UnreadableError(f"{name} ({line_of(equation) or 'in a library'}) is not an operation of attention that jgt knows")
             result = _RULES[name](equation, *known[0])
         self._known[equation.outvars[0]] = result
 
@@ -101,7 +104,7 @@ class AttentionWalk:
             operands.append(x if is_scalar else jnp.broadcast_to(x, full))
         if equation.primitive.name == "convert_element_type" and jnp.issubdtype(equation.params["new_dtype"], jnp.floating):
             return _wide(operands[0].astype(jnp.float32)), labels
-        return jx.result_of(equation, *operands), labels
+        return result_of(equation, *operands), labels
 
     def _note(self, equation: Equation, number: int, condition: Condition, x: jax.Array, known: Sequence[_Labelled | None]) -> None:
         """Adds a condition, if an operand that q, k and v have no part in is one."""
@@ -116,11 +119,11 @@ class AttentionWalk:
         (of_left, of_right), (batch_left, batch_right) = equation.params["dimension_numbers"]
         pairs = [*zip(of_left, of_right, strict=True), *zip(batch_left, batch_right, strict=True)]
         if any(left[1][a] != right[1][b] for a, b in pairs) or any(left[1][a] == "queries" for a in of_left):
-            raise UnreadableError(f"the matmul at {jx.line_of(equation) or 'a line of a library'} sums over the sequence")
+            raise UnreadableError(f"the matmul at {line_of(equation) or 'a line of a library'} sums over the sequence")
         labels = [left[1][dim] for dim in batch_left]
         labels += [label for dim, label in enumerate(left[1]) if dim not in (*of_left, *batch_left)]
         labels += [label for dim, label in enumerate(right[1]) if dim not in (*of_right, *batch_right)]
-        result = jx.result_of(equation, left[0], right[0], preferred_element_type=jnp.dtype(jnp.float32))
+        result = result_of(equation, left[0], right[0], preferred_element_type=jnp.dtype(jnp.float32))
         return result, tuple(labels)
 
     def _with_sink(self, equation: Equation, x: jax.Array, labels: Labels, reader: Reader) -> _Labelled:
@@ -141,7 +144,7 @@ class AttentionWalk:
         dim, (old, new) = labels.index("keys"), map(jx.shape_of, (equation.invars[0], equation.outvars[0]))
         expected = [*old[:dim], jx.shape_of(self.flat.invars[1])[1], *old[dim + 1 :]]
         if [*new] != expected or any(equation.params["start_indices"]):
-            raise UnreadableError(f"the slice at {jx.line_of(equation) or 'a line of a library'} is not that of a sink")
+            raise UnreadableError(f"the slice at {line_of(equation) or 'a line of a library'} is not that of a sink")
         return jax.lax.slice_in_dim(x, 0, x.shape[dim] - 1, axis=dim), labels
 
     def _fused(self, equation: Equation, reader: Reader) -> _Labelled:
@@ -189,7 +192,7 @@ def _reshape(equation: Equation, x: jax.Array, labels: Labels) -> _Labelled:
         before = math.prod(inner[:dim])
         at = [n for n, size in enumerate(outer) if size == inner[dim] and math.prod(outer[:n]) == before]
         if label and not at:
-            raise UnreadableError(f"the reshape at {jx.line_of(equation) or 'a line of a library'} divides the sequence")
+            raise UnreadableError(f"the reshape at {line_of(equation) or 'a line of a library'} divides the sequence")
         if label:
             new[at[-1]] = label
     return x.reshape([x.shape[labels.index(label)] if label else size for size, label in zip(outer, new, strict=True)]), tuple(new)
@@ -201,11 +204,11 @@ def _transposed(equation: Equation, x: jax.Array, labels: Labels) -> _Labelled:
 
 
 def _reduced(equation: Equation, x: jax.Array, labels: Labels) -> _Labelled:
-    return jx.result_of(equation, x), tuple(label for n, label in enumerate(labels) if n not in equation.params["axes"])
+    return result_of(equation, x), tuple(label for n, label in enumerate(labels) if n not in equation.params["axes"])
 
 
 def _squeezed(equation: Equation, x: jax.Array, labels: Labels) -> _Labelled:
-    return jx.result_of(equation, x), tuple(label for n, label in enumerate(labels) if n not in equation.params["dimensions"])
+    return result_of(equation, x), tuple(label for n, label in enumerate(labels) if n not in equation.params["dimensions"])
 
 
 _RULES: dict[str, Callable[..., _Labelled]] = {

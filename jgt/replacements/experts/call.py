@@ -24,11 +24,13 @@ import jax.numpy as jnp
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
+from jgt.program.places import exclude_lines
+from jgt.program.tracing import evaluate, trace
 from jgt.replacements.device_plan import DevicePlan, run_on_devices
 from jgt.replacements.experts.grouped import with_grouped_matmuls
 
 # The line of a call of experts is the model's.
-jx.exclude_lines(Path(__file__).parent)
+exclude_lines(Path(__file__).parent)
 
 ExpertFn = Callable[[jax.Array, jax.Array, Any], jax.Array]
 """(rows [n, d], sizes [experts], weights) → [n, d']. The first sizes[0] rows belong to expert 0, the next sizes[1] to expert 1, and so on.
@@ -60,8 +62,8 @@ class ExpertCall(DevicePlan):
             return self.fn(rows, sizes, jax.tree.unflatten(self.tree, leaves))
 
         arguments = rows, sizes, *leaves
-        program, _ = jx.trace(call, *arguments)
-        (result,) = jx.evaluate(with_grouped_matmuls(program), arguments)
+        program, _ = trace(call, *arguments)
+        (result,) = evaluate(with_grouped_matmuls(program), arguments)
         return result
 
     def meaning(self, *arrays: jax.Array) -> list[jax.Array]:

@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
 from jgt.program.jaxpr import Equation, Program, Var
-from jgt.program.places import Place, manual_mesh, mesh_around, place_of
+from jgt.program.places import Place, line_of, manual_mesh, mesh_around, place_of
 from jgt.replacements.device_plan import plan_of
 from jgt.replacements.experts.call import ExpertCall
 from jgt.replacements.experts.exchange import Exchange, run_on
@@ -138,7 +138,7 @@ def _problems(
         )
     if tries and not is_row_wise(call, equation):
         yield (
-            f"{where}: the function of experts at {jx.line_of(equation)} does not map each row on its own: beside other rows, or "
+            f"{where}: the function of experts at {line_of(equation)} does not map each row on its own: beside other rows, or "
             "if its expert has another number, a row has another result. Take sums, means and maxima over rows out of it"
         )
 

@@ -38,6 +38,7 @@ from jax.typing import DTypeLike
 from jgt.program import jaxpr as jx
 from jgt.program import scopes
 from jgt.program.backward import map_backward
+from jgt.program.equations import map_subprograms
 from jgt.program.jaxpr import Equation, Program
 from jgt.program.parts import inlined
 
@@ -54,7 +55,7 @@ def with_grouped_matmuls(program: Program) -> Program:
             new = jax.make_jaxpr(run)(*[jx.struct_of(a) for a in equation.invars])
             eqns += inlined(new, equation, equation.invars, equation.outvars)
             continue
-        changed = jx.map_subprograms(equation, with_grouped_matmuls)
+        changed = map_subprograms(equation, with_grouped_matmuls)
         eqns.append(map_backward(changed, lambda rule, _: with_grouped_matmuls(rule)))
     return jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from jgt.program import jaxpr as jx
+from jgt.program.equations import is_scan, map_subprograms, outer_operands, subprograms, with_params
 from jgt.program.jaxpr import Atom, Equation, Program, Var
 from jgt.program.places import Place, place_of
 from jgt.replacements.experts.call import ExpertCall
@@ -69,14 +70,14 @@ class _Search:
             yield from ((v, axis) for v in equation.invars[:-3] if axis is not None and jx.is_var(v)) if not call.held_by else ()
             return
         made = {n: wanted[v] for n, v in enumerate(equation.outvars) if v in wanted}
-        inner = list(jx.subprograms(equation))
+        inner = list(subprograms(equation))
         for program in inner if len(inner) == 1 and len(jx.body(inner[0]).outvars) == len(equation.outvars) else ():
             inside = self.wanted(program, place, made)
-            outer = dict(zip(jx.body(program).invars, jx.outer_operands(equation, program), strict=True))
+            outer = dict(zip(jx.body(program).invars, outer_operands(equation, program), strict=True))
             for var, axis in inside.items():
                 if var in outer:
                     operand = outer[var]
-                    self.is_lost |= operand is None or not jx.is_var(operand) or jx.is_scan(equation)
+                    self.is_lost |= operand is None or not jx.is_var(operand) or is_scan(equation)
                     if operand is not None and jx.is_var(operand):
                         yield operand, axis
             return
@@ -90,9 +91,10 @@ class _Search:
 
     def local(self, program: Program, around: Place, wanted: Mapping[Var, str]) -> Program:
         """The program whose variables in `wanted` have the experts of one device."""
-        new = {var: self._smaller(var, axis) for var, axis in wanted.items()}
-        eqns = [self._local_equation(equation, place_of(equation, around), new, wanted) for equation in jx.body(program).eqns]
-        return jx.with_variables(program, new, eqns)
+        new, inner = {var: self._smaller(var, axis) for var, axis in wanted.items()}, jx.body(program)
+        eqns = [self._local_equation(equation, place_of(equation, around), new, wanted) for equation in inner.eqns]
+        outvars = [new.get(v, v) if jx.is_var(v) else v for v in inner.outvars]
+        return jx.with_parts(program, invars=[new.get(v, v) for v in inner.invars], eqns=eqns, outvars=outvars)
 
     def _local_equation(self, equation: Equation, place: Place, new: Mapping[Var, Var], wanted: Mapping[Var, str]) -> Equation:
         touched = [wanted[v] for v in (*equation.invars, *equation.outvars) if jx.is_var(v) and v in wanted]
@@ -102,9 +104,9 @@ class _Search:
         outvars = [new.get(v, v) for v in equation.outvars]
         new_equation = equation.replace(invars=invars, outvars=outvars)
         if isinstance(call := call_of(equation), ExpertCall):
-            return jx.with_params(new_equation, plan=replace(call, held_by=touched[0]))
+            return with_params(new_equation, plan=replace(call, held_by=touched[0]))
         results = {n: wanted[v] for n, v in enumerate(equation.outvars) if v in wanted}
-        return jx.map_subprograms(new_equation, lambda inner: self.local(inner, place, self.wanted(inner, place, results)))
+        return map_subprograms(new_equation, lambda inner: self.local(inner, place, self.wanted(inner, place, results)))
 
     def _smaller(self, var: Var, axis: str) -> Var:
         first, *rest = jx.shape_of(var)

@@ -26,6 +26,7 @@ import numpy as np
 
 from jgt.program import jaxpr as jx
 from jgt.program.jaxpr import Equation, Program
+from jgt.program.tracing import evaluate, trace
 from jgt.replacements.experts.call import ExpertCall
 
 _ALL = ((0, 1, 2, 3, 4), (5, 6, 7))
@@ -59,7 +60,7 @@ class _Sized:
             return call.run(leaves, rows, sizes)
 
         sizes = jax.ShapeDtypeStruct(leaves[0].shape[:1], jnp.int32)
-        return cls(leaves=leaves, rows=rows, program=jx.trace(run, rows, sizes, *leaves)[0])
+        return cls(leaves=leaves, rows=rows, program=trace(run, rows, sizes, *leaves)[0])
 
     def narrow(self, call: ExpertCall) -> _Sized:
         """The function at small widths; at its own if it may be another function there."""
@@ -94,7 +95,7 @@ def _try(call: ExpertCall, equation: Equation) -> bool:
         few = [jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
         sized = _Sized.of(call, few, jax.ShapeDtypeStruct((_NUM_ROWS, x.shape[-1]), x.dtype)).narrow(call)
         weights, rows = [_noise(leaf) for leaf in sized.leaves], _noise(sized.rows)
-        function = cast("Callable[[Sequence[np.ndarray]], list[jax.Array]]", jax.jit(partial(jx.evaluate, sized.program)))
+        function = cast("Callable[[Sequence[np.ndarray]], list[jax.Array]]", jax.jit(partial(evaluate, sized.program)))
 
         def run(numbers: Sequence[Sequence[int]], factor: int, weights: Sequence[np.ndarray] = weights) -> tuple[np.ndarray, list[int]]:
             sizes, own = [len(of) for of in numbers[:count]], [number for of in numbers[:count] for number in of]

@@ -24,12 +24,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import sharding_dims, show_dims
+from jgt.program.equations import Around, is_call, map_subprograms
 from jgt.program.jaxpr import Atom, Equation, Program, Var
 from jgt.program.places import (
     NO_MESH,
     Place,
     in_rule,
     is_manual,
+    line_of,
     manual_mesh,
     off_mesh,
     place_of,
@@ -37,14 +39,16 @@ from jgt.program.places import (
     under_mesh,
     with_auto_axes,
 )
+from jgt.program.retarget import plain_value
 from jgt.program.scopes import PREFIX
+from jgt.program.tracing import evaluate, trace
 from jgt.sharding.own.layout import ON_A_DEVICE, OwnLayout, equations, requests_of
 
 _MOVES = frozenset({"reshard", "sharding_constraint"})
 """Equations that say where a value is and nothing else."""
 
 
-def erase(program: Program, around: jx.Around = contextlib.nullcontext) -> tuple[Program, tuple[OwnLayout, ...]]:
+def erase(program: Program, around: Around = contextlib.nullcontext) -> tuple[Program, tuple[OwnLayout, ...]]:
     """The same program without a layout of its own, and the layouts that it asked for, in its order.
 
     around: the context in which it was traced, which derivative rules of its own need, too.
@@ -71,7 +75,7 @@ def _derived(equation: Equation) -> list[tuple[int, NamedSharding]]:
 class _Eraser:
     """One walk through a program. names: for each signal and operation, the layouts that have a name so far."""
 
-    around: jx.Around
+    around: Around
     has_signals: bool
     layouts: list[OwnLayout] = field(default_factory=list[OwnLayout])
     names: dict[tuple[str, str], list[tuple[Any, ...]]] = field(default_factory=dict[tuple[str, str], list[tuple[Any, ...]]])
@@ -106,7 +110,7 @@ class _Eraser:
             if moves and equation.outvars[0] not in values:
                 values.put(equation.outvars[0], values.atom(equation.invars[0]))
         outvars = [values.atom(atom) for atom in inner.outvars]
-        return jx.retyped(
+        return _retyped(
             program,
             constvars=[values.var(v) for v in inner.constvars],
             invars=[values.var(v) for v in inner.invars],
@@ -130,8 +134,8 @@ class _Eraser:
                 return [x for x in returned[0] if isinstance(x, jax.Array)]
 
             with self.around():
-                program, _ = jx.trace(run, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args))
-            found = iter(jx.evaluate(self._inside(program, place), args))
+                program, _ = trace(run, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args))
+            found = iter(evaluate(self._inside(program, place), args))
             leaves, tree = returned
             return jax.tree.unflatten(tree, [next(found) if isinstance(x, jax.Array) else x for x in leaves])
 
@@ -150,7 +154,7 @@ class _Eraser:
         problem = f"a vmap splits its rows over {show_dims(of_vmap)}" if any(of_vmap) else ""
         problem = f"sums that are not added up yet: {sharding.spec}" if sharding.spec.unreduced else problem
         name = f"{name}_{number + 1}" if number else name
-        return OwnLayout(signal=place.path, name=name, dims=dims, where=jx.line_of(equation), is_derived=is_derived, problem=problem)
+        return OwnLayout(signal=place.path, name=name, dims=dims, where=line_of(equation), is_derived=is_derived, problem=problem)
 
     def _plain(self, equation: Equation, place: Place, values: _Values) -> Equation:
         """An equation without layout, and on no mesh."""
@@ -160,7 +164,7 @@ class _Eraser:
         if is_manual(equation):
             equation = equation.replace(params={**equation.params, "mesh": with_auto_axes(equation.params["mesh"])})
         if equation.primitive.name not in ON_A_DEVICE:
-            equation = jx.map_subprograms(equation, lambda inner: self._inside(inner, place), self.around)
+            equation = map_subprograms(equation, lambda inner: self._inside(inner, place), self.around)
             equation = _with_backward_rule(equation, lambda rule: self._backward(rule, place))
         return _without_layout(equation.replace(ctx=off_mesh(equation), invars=invars, outvars=outvars))
 
@@ -184,7 +188,7 @@ class _Values:
         return self._new[var]
 
     def atom(self, atom: Any) -> Any:
-        return self.var(atom) if jx.is_var(atom) else Literal(jx.plain_value(atom.val), plain_type(atom.aval))
+        return self.var(atom) if jx.is_var(atom) else Literal(plain_value(atom.val), plain_type(atom.aval))
 
 
 def plain_type(aval: Any) -> Any:
@@ -196,15 +200,23 @@ def plain_type(aval: Any) -> Any:
     return aval if mesh == sharding.mesh else aval.update(sharding=NamedSharding(mesh, PartitionSpec(*[None] * len(aval.shape))))
 
 
+def _retyped(program: Program, **parts: Any) -> Program:
+    """A program made of these constvars, invars, eqns and outvars, whose constants are on no mesh."""
+    new = jx.with_parts(program, **parts)
+    if jx.body(program) is program:
+        return new
+    return new.replace(consts=[plain_value(x) for x in jx.constants(program).values()])
+
+
 def _named(source: Atom, named: Var, name: str, like: Equation) -> Equation:
     """The equation that names a value, at the place of another one."""
-    plain = jx.body(jx.trace(lambda x: checkpoint_name(x, name), jx.struct_of(named))[0]).eqns[0]
+    plain = jx.body(trace(lambda x: checkpoint_name(x, name), jx.struct_of(named))[0]).eqns[0]
     return like.replace(primitive=plain.primitive, params=plain.params, effects=plain.effects, invars=[source], outvars=[named])
 
 
 def _without_layout(equation: Equation) -> Equation:
     """An equation that asks for no layout of its results and names no mesh around it."""
-    if jx.is_call(equation):
+    if is_call(equation):
         with under_mesh(NO_MESH):
             plain = jx.body(jax.make_jaxpr(jax.jit(lambda x: x))(0.0)).eqns[0].params
         num = len(equation.invars), len(equation.outvars)

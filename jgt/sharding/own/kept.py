@@ -7,10 +7,9 @@ from dataclasses import replace
 
 from jax.sharding import AbstractMesh, Mesh
 
-from jgt.program import jaxpr as jx
 from jgt.program.dims import show_dims
 from jgt.program.jaxpr import Program
-from jgt.program.places import is_manual
+from jgt.program.places import is_manual, line_of
 from jgt.rules import Rules, SignalRule, SpecRule, match_tensor
 from jgt.sharding.own.layout import OwnLayout, equations
 
@@ -35,7 +34,7 @@ def with_own(rules: Rules, layouts: Sequence[OwnLayout]) -> tuple[Rules, list[st
 
 def manual_problems(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[str]:
     """A problem for each line with a shard_map over another mesh than this one: it is a program for each device of its own."""
-    for line, own in {jx.line_of(e): e.params["mesh"] for e in equations(program) if is_manual(e)}.items():
+    for line, own in {line_of(e): e.params["mesh"] for e in equations(program) if is_manual(e)}.items():
         if dict(own.shape) != dict(mesh.shape):
             over, here = (", ".join(f"{axis}={size}" for axis, size in one.shape.items()) for one in (own, mesh))
             yield f"{line}: a shard_map over {over} is part of the program, and the mesh is {here}. Use a mesh with the same axes and sizes"

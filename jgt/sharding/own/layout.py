@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims
+from jgt.program.equations import is_call, subprograms
 from jgt.program.jaxpr import Equation, Program
 from jgt.program.places import in_rule, is_manual, manual_mesh
 
@@ -41,7 +42,7 @@ def equations(program: Program) -> Iterator[Equation]:
     for equation in jx.body(program).eqns:
         yield equation
         if not is_manual(equation) and equation.primitive.name not in ON_A_DEVICE:
-            for part in jx.subprograms(equation):
+            for part in subprograms(equation):
                 yield from equations(part)
 
 
@@ -50,7 +51,7 @@ def requests_of(equation: Equation) -> list[tuple[int, NamedSharding]]:
     if manual_mesh(equation) is not None or in_rule(equation):
         return []
     params = equation.params
-    if jx.is_call(equation):
+    if is_call(equation):
         return [(n, s) for n, s in enumerate(params["out_shardings"]) if isinstance(s, NamedSharding)]
     one = params.get("dst_sharding", params.get("out_sharding", params.get("sharding")))
     # Constants are made where they are used, and of most broadcasts JAX derives the layout itself.

@@ -16,9 +16,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jgt.program import jaxpr as jx
+from jgt.program.equations import Around
 from jgt.program.jaxpr import Equation, Program
 from jgt.program.places import is_manual, one_device, under_mesh
+from jgt.program.tracing import evaluate, trace
 from jgt.sharding.own.layout import OwnLayout, equations, requests_of
 
 
@@ -33,11 +34,11 @@ def trace_own(
         program, tree = trace_as_it_is(fn, own, arrays)
         erased, layouts = _erase(program) if any(map(_asks, equations(program))) else (program, ())
         return erased, tree, layouts
-    around: jx.Around = functools.partial(one_device, own)
+    around: Around = functools.partial(one_device, own)
     try:
         # On one device no type names an axis, so arguments of any layout fit.
         with around():
-            program, tree = jx.trace(fn, *arrays)
+            program, tree = trace(fn, *arrays)
         is_whole = not any(map(is_manual, equations(program)))
     # What is wrong with the function itself is raised by the next trace.
     except Exception:
@@ -46,12 +47,12 @@ def trace_own(
         # What names the mesh itself, as a shard_map does, needs it as it is.
         around = functools.partial(under_mesh, own)
         with around():
-            program, tree = jx.trace(fn, *typed)
+            program, tree = trace(fn, *typed)
     erased, layouts = _erase(program, around)
     return erased, tree, layouts
 
 
-def _erase(program: Program, around: jx.Around = contextlib.nullcontext) -> tuple[Program, tuple[OwnLayout, ...]]:
+def _erase(program: Program, around: Around = contextlib.nullcontext) -> tuple[Program, tuple[OwnLayout, ...]]:
     # Loaded with the first program that has a layout.
     return importlib.import_module("jgt.sharding.own.erase").erase(program, around)
 
@@ -61,7 +62,7 @@ def trace_as_it_is(fn: Callable[..., Any], own: AbstractMesh | None, typed: Sequ
     # What is set around the call already is its concrete form.
     is_set = own is not None and jax.sharding.get_abstract_mesh().shape_tuple == own.shape_tuple
     with contextlib.nullcontext() if own is None or is_set else under_mesh(own):
-        return jx.trace(fn, *typed)
+        return trace(fn, *typed)
 
 
 def _asks(equation: Equation) -> bool:
@@ -97,6 +98,6 @@ def erased(fn: Callable[..., Any], own: AbstractMesh | None) -> Callable[..., An
     def run(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
         program, out, _ = trace_own(lambda *arrays: fn(*jax.tree.unflatten(tree, arrays)), own, leaves, leaves)
-        return jax.tree.unflatten(out, jx.evaluate(program, leaves))
+        return jax.tree.unflatten(out, evaluate(program, leaves))
 
     return fn if own is None else run

@@ -12,8 +12,8 @@ from jgt.pipeline import batch
 from jgt.pipeline.batch.derivatives import cotangent_extent, is_gradient_extent
 from jgt.pipeline.batch.extent import INDEPENDENT, Extent, constant_extent
 from jgt.pipeline.batch.rows import Rows
-from jgt.program import jaxpr as jx
 from jgt.program.parts import flatten
+from jgt.program.tracing import trace
 from jgt.signal import context
 
 SIZES = (4, 8)
@@ -23,7 +23,7 @@ def growth_of(fn, trusted=()):
     """The growth of fn(x, w) for rows x [b, 3] and a weight w [3], and the variable of its result."""
     shapes = [(jax.ShapeDtypeStruct((n, 3), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.float32)) for n in SIZES]
     # Calls are not dissolved, so that jits are walked like other regions.
-    whole, larger = (flatten(jx.trace(fn, *shape)[0], lambda equation: False) for shape in shapes)
+    whole, larger = (flatten(trace(fn, *shape)[0], lambda equation: False) for shape in shapes)
     return batch.growth_of(whole, larger, ratio=2, num_params=0, trusted=trusted), whole.outvars[0]
 
 

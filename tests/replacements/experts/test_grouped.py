@@ -14,7 +14,7 @@ import jgt
 from jgt.planner.described import devices_of
 from jgt.planner.hardware.target import Target
 from jgt.planner.plan import plan
-from jgt.program import jaxpr as jx
+from jgt.program.tracing import evaluate
 from jgt.replacements.experts.grouped import block_rows, by_blocks, by_mosaic, grouped, mosaic_obstacle, with_grouped_matmuls
 from train.models import eight_bits
 from train.models.config import ModelConfig
@@ -65,7 +65,7 @@ def assert_close(found, expected, tolerance):
 def replaced(rows, sizes, weights):
     """`jax.lax.ragged_dot` as the function of an expert has it."""
     program = jax.make_jaxpr(jax.lax.ragged_dot)(rows, weights, sizes)
-    return jx.evaluate(with_grouped_matmuls(program), (rows, weights, sizes))[0]
+    return evaluate(with_grouped_matmuls(program), (rows, weights, sizes))[0]
 
 
 def test_a_ragged_dot_and_its_derivative_are_replaced():
@@ -159,7 +159,7 @@ def rounded(x, dtype, over):
 
 def in_eight_bits(rows, sizes, weights):
     program = jax.make_jaxpr(eight_bits.ragged_dot)(rows, weights, sizes)
-    return jx.evaluate(with_grouped_matmuls(program), (rows, weights, sizes))[0]
+    return evaluate(with_grouped_matmuls(program), (rows, weights, sizes))[0]
 
 
 def test_matmuls_in_eight_bits_are_those_of_rounded_sides():

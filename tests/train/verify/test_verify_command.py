@@ -7,6 +7,7 @@ import pytest
 
 from jgt.document import InputError
 from jgt.program import constraints
+from jgt.program.tracing import tensor_name
 from train.config import load
 from train.run.__main__ import check
 from train.run.__main__ import verify as main
@@ -83,9 +84,8 @@ def test_a_wrong_layout_ends_with_1_and_the_place(capsys, monkeypatch):
     right = constraints.constraint_equations
 
     def wrong(var, ahead, behind, like):
-        from jgt.program import jaxpr as jx
 
-        if like is None or jx.tensor_name(like) != "hidden":
+        if like is None or tensor_name(like) != "hidden":
             return right(var, ahead, behind, like)
         return constraints.traced_equations(lambda x: jnp.roll(x, 1, axis=-1), var, like)
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from jgt.program import jaxpr as jx
 from jgt.program.dataflow import live
+from jgt.program.equations import subprograms
 from jgt.program.jaxpr import Equation, Var
 from jgt.program.parts import Flat, dependency_bits
 
@@ -45,6 +46,6 @@ def peeled(flat: Flat, layers: int, sources: Collection[int]) -> tuple[Flat, int
 def _scan_for(scan: Equation, results: Sequence[Var]) -> Equation:
     """The scan with only the steps that these results need, in this turn of the loop or in later ones."""
     operands = dict.fromkeys(a for a in scan.invars if jx.is_var(a))
-    (body,) = jx.subprograms(scan)
+    (body,) = subprograms(scan)
     (needed,) = jx.body(live(jx.program_of(body, [*operands], [scan], results))).eqns
     return needed
