@@ -41,6 +41,7 @@ class Attention(nnx.Module):
         by_head = config.qk_norm == "head"
         self.q_norm: Any = make_norm(config, config.head_size if by_head else queries, rngs) if config.qk_norm else None
         self.k_norm: Any = make_norm(config, config.head_size if by_head else keys, rngs) if config.qk_norm else None
+        self.sinks = nnx.Param(jnp.zeros(config.heads, jnp.float32)) if config.attention_sinks else None
         self.attend, self.config = attend, config
         options = {"scale": config.attention_scale, "softcap": config.attention_softcap}
         # Only options that the model uses, since a kernel may not accept the others.
@@ -69,7 +70,7 @@ class Attention(nnx.Module):
     def _attended(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, flags: LayerFlags) -> jax.Array:
         mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]  # [b, 1, s, s]
         window = self._window(q.shape[1], flags)
-        return self.attend(q, k, v, mask=mask, **self.options, **({} if window is None else {"window": window}))
+        return self.attend(q, k, v, mask=mask, **self._options(), **({} if window is None else {"window": window}))
 
     def _recalled(self, q: jax.Array, new: KeysValues, rows: Rows, flags: LayerFlags, cache: Cache) -> tuple[jax.Array, Cache]:
         """The heads of tokens behind those of a cache, and the cache with them."""
@@ -80,7 +81,7 @@ class Attention(nnx.Module):
         def over(stack: KeysValues) -> jax.Array:
             keys, values = layer_of(stack, flags.place)
             is_seen = seen(keys.shape[1], cache.step, lengths - 1)
-            return attend_to(q, keys, values, is_seen[:, None, None, None, :], **self.options)
+            return attend_to(q, keys, values, is_seen[:, None, None, None, :], **self._options())
 
         full, window = cache.full, cache.window
         if full is not None and window is not None:
@@ -88,6 +89,9 @@ class Attention(nnx.Module):
         stack = window if full is None else full
         assert stack is not None
         return over(stack), cache
+
+    def _options(self) -> dict[str, Any]:
+        return self.options if self.sinks is None else {**self.options, "sinks": self.sinks[...]}
 
     def _window(self, seq: int, flags: LayerFlags) -> int | jax.Array | None:
         """The number of tokens that a token of this layer sees, itself included; None: all earlier ones."""

@@ -15,7 +15,7 @@ from ..files.bucket import PathOrUrl
 from ..settings.code.names import OR_OWN, is_name
 from ..settings.sections import OTHER_WORDS
 from .experts.config import ExpertsConfig
-from .options import Options
+from .options import BiasName, Options
 
 Width = Annotated[int, Bound(low=1, high=1_000_000)]
 Heads = Annotated[int, Bound(low=1, high=10_000)]
@@ -133,8 +133,10 @@ class ModelConfig(Options):
         experts = self.experts
         if experts is None:
             return 0
+        ffn = experts.ffn or self.ffn_size
         # An expert has three matrices: gate, up and down.
-        return (self.layers - experts.first_dense) * (experts.count - experts.choose) * 3 * self.embed * (experts.ffn or self.ffn_size)
+        of_one = 3 * self.embed * ffn + (2 * ffn + self.embed if "experts" in self.biases else 0)
+        return (self.layers - experts.first_dense) * (experts.count - experts.choose) * of_one
 
     def flops_per_token(self, num_parameters: int, num_frozen: int = 0) -> float:
         """FLOPs of the forward and the backward pass for one token, the numerator of MFU.
@@ -175,6 +177,8 @@ class ModelConfig(Options):
         yield from self.option_problems(self.layers, self.head_size, self.seq)
         if self.experts is not None:
             yield from self._expert_problems(self.experts)
+        elif of_experts := [name for name in ("experts", "router") if name in self.biases]:
+            yield "biases", f"without a mixture there is no linear layer {of_experts[0]}. Give experts, or leave {of_experts[0]} out"
 
     def _expert_problems(self, experts: ExpertsConfig) -> Iterator[tuple[str, str]]:
         if not self.gated or self.parallel:
@@ -191,7 +195,7 @@ class GPTConfig(ModelConfig):
     kind: Annotated[KindName, OR_OWN] = "gpt"
     positions: Literal["rotary", "learned"] = "learned"
     norm: Literal["rms", "rms_plus_one", "layer", "layer_unbiased"] = "layer"
-    biases: tuple[Literal["qkv", "out", "mlp", "head"], ...] = ("qkv", "out", "mlp")
+    biases: tuple[BiasName, ...] = ("qkv", "out", "mlp")
     gated: bool = False
     activation: Literal["silu", "gelu", "gelu_tanh"] = "gelu_tanh"
     tied: bool = True

@@ -31,7 +31,8 @@ Attend = Callable[..., jax.Array]
 """attend(q [b, s, n, h], k [b, s, k, h], v [b, s, k, h], mask=bool [b, 1, s, s] or None) → [b, s, n, h]: causal attention.
 
 A key/value head serves n / k query heads. mask: which pairs of a query and a key may meet, apart from their order; None: all of them.
-Models that need them also pass scale (of the scores), softcap (their limit) and window (the number of tokens that a token sees).
+Models that need them also pass scale (of the scores), softcap (their limit), window (the number of tokens that a token sees) and sinks,
+f32[n]: a score of each query head that joins the softmax's sum, as of one more key whose value is zero (arXiv 2309.17453).
 """
 
 
@@ -90,6 +91,8 @@ def _cudnn_obstacle(config: ModelConfig, device: Any, sharing: int) -> str:
         return "it needs model.dtype: bf16"
     if config.attention_softcap is not None:
         return "it has no attention_softcap"
+    if config.attention_sinks:
+        return "it has no attention_sinks"
     if config.window is not None and config.window < config.seq and config.full_layers:
         return "its window is the same in all layers"
     if config.num_kv_heads % sharing:
@@ -122,6 +125,7 @@ def _attend(
     scale: float | None = None,
     softcap: float | None = None,
     window: int | jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """q [b, s, n, h], k and v [b, s, k, h], mask bool [b, 1, s, s] or None → [b, s, n, h]. Scores and softmax are in f32."""
     s = q.shape[1]
@@ -130,11 +134,18 @@ def _attend(
         is_seen = is_seen & (jnp.arange(s)[:, None] - jnp.arange(s)[None, :] < window)
     is_seen = is_seen[None, None, None]
     # [b, 1, s, s] → [b, 1, 1, s, s]
-    return attend_to(q, k, v, is_seen if mask is None else is_seen & mask[:, :, None], scale=scale, softcap=softcap)
+    return attend_to(q, k, v, is_seen if mask is None else is_seen & mask[:, :, None], scale=scale, softcap=softcap, sinks=sinks)
 
 
 def attend_to(
-    q: jax.Array, k: jax.Array, v: jax.Array, is_seen: jax.Array, *, scale: float | None = None, softcap: float | None = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    is_seen: jax.Array,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Queries [b, t, n, h], and keys and values [b, s, k, h] of which each query sees some, bool [b, 1, 1, t, s] → [b, t, n, h]."""
     (b, t, _, h), heads = q.shape, k.shape[2]
@@ -143,24 +154,44 @@ def attend_to(
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * (scale or h**-0.5)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    return jnp.einsum("bkgts,bskh->btkgh", _probabilities(scores, is_seen, v.dtype), v).reshape(q.shape)
+    sinks = None if sinks is None else sinks.reshape(1, heads, -1, 1, 1)
+    return jnp.einsum("bkgts,bskh->btkgh", _probabilities(scores, is_seen, sinks, v.dtype), v).reshape(q.shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _probabilities(scores: jax.Array, is_seen: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The softmax over the last dim of those scores [b, k, g, s, s] that a query sees, in `dtype`."""
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _probabilities(scores: jax.Array, is_seen: jax.Array, sinks: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """The softmax over the last dim of those scores [b, k, g, s, s] that a query sees, in `dtype`. sinks: [1, k, g, 1, 1]."""
     seen = jnp.where(is_seen, scores, jnp.finfo(scores.dtype).min)
-    return jnp.asarray(jax.nn.softmax(seen, axis=-1), dtype)
+    return jnp.asarray(jax.nn.softmax(seen, axis=-1) if sinks is None else _with_sinks(seen, sinks)[0], dtype)
 
 
-def _forward(scores: jax.Array, is_seen: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    p = jnp.asarray(_probabilities(scores, is_seen, dtype))
-    return p, p
+def _with_sinks(seen: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The softmax over scores [..., s] and a sink [..., 1]: the probabilities of both."""
+    most = jnp.maximum(jnp.max(seen, axis=-1, keepdims=True), sinks)
+    weights, of_sinks = jnp.exp(seen - most), jnp.exp(sinks - most)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + of_sinks
+    return weights / total, of_sinks / total
 
 
-def _backward(dtype: jnp.dtype, p: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
-    p, g = p.astype(jnp.float32), g.astype(jnp.float32)
-    return p * (g - jnp.sum(g * p, axis=-1, keepdims=True)), None
+_Kept = tuple[jax.Array, jax.Array | None]
+"""The probabilities [b, k, g, s, s], and those of sinks [b, k, g, s, 1]."""
+
+
+def _forward(scores: jax.Array, is_seen: jax.Array, sinks: jax.Array | None, dtype: jnp.dtype) -> tuple[jax.Array, _Kept]:
+    if sinks is None:
+        p = jnp.asarray(_probabilities(scores, is_seen, None, dtype))
+        return p, (p, None)
+    p, of_sinks = _with_sinks(jnp.where(is_seen, scores, jnp.finfo(scores.dtype).min), sinks)
+    p = p.astype(dtype)
+    return p, (p, of_sinks)
+
+
+def _backward(dtype: jnp.dtype, kept: _Kept, g: jax.Array) -> tuple[jax.Array, None, jax.Array | None]:
+    (p, of_sinks), g = kept, g.astype(jnp.float32)
+    p = p.astype(jnp.float32)
+    mean = jnp.sum(g * p, axis=-1, keepdims=True)
+    # The value of a sink is zero, and so is the cotangent of its probability.
+    return p * (g - mean), None, None if of_sinks is None else -jnp.sum(of_sinks * mean, axis=(0, 3, 4), keepdims=True)
 
 
 _probabilities.defvjp(_forward, _backward)

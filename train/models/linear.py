@@ -7,7 +7,7 @@ both sides are rounded to eight bits as well (`eight_bits.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import jax
@@ -75,9 +75,9 @@ def _is_sum(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive is jax.lax.reduce_sum_p
 
 
-def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+def gated(config: ModelConfig, gate: jax.Array, up: jax.Array) -> jax.Array:
     """The hidden units of a gated MLP (SwiGLU, arXiv 2002.05202)."""
-    return cheap(_GATES[activation])(gate, up)
+    return cheap(_gate(config.activation, config.swiglu_alpha, config.swiglu_limit, config.swiglu_offset))(gate, up)
 
 
 ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
@@ -88,12 +88,16 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 """By their names in `model.activation`. gelu is exact, gelu_tanh the usual approximation of it."""
 
 
-def _gate(activation: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    return lambda gate, up: activation(gate) * up
+# One function for the same options, since JAX stores what it traces by function.
+@cache
+def _gate(activation: str, alpha: float, limit: float | None, offset: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def hidden(gate: jax.Array, up: jax.Array) -> jax.Array:
+        if limit is not None:
+            gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        active = ACTIVATIONS[activation](gate) if alpha == 1 else gate * jax.nn.sigmoid(alpha * gate)
+        return active * (up if offset == 0 else up + offset)
 
-
-_GATES = {name: _gate(activation) for name, activation in ACTIVATIONS.items()}
-"""One function for each activation, since JAX stores what it traces by function."""
+    return hidden
 
 
 class OffsetRMSNorm(nnx.Module):

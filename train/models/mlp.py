@@ -19,13 +19,13 @@ class MLP(nnx.Module):
         self.gate_proj = linear(config, embed, ffn, use_bias=use_bias, rngs=rngs) if config.gated else None
         self.up_proj = linear(config, embed, ffn, use_bias=use_bias, rngs=rngs)
         self.down = linear(config, ffn, embed, adding_init(config.layers), use_bias=use_bias, rngs=rngs)
-        self.activation = config.activation
+        self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.gate_proj is None:
             (up,) = read_by(x, self.up_proj)  # [b, s, ffn]
-            hidden = cheap(ACTIVATIONS[self.activation])(signal.tensor(up, "up"))
+            hidden = cheap(ACTIVATIONS[self.config.activation])(signal.tensor(up, "up"))
         else:
             gate, up = read_by(x, self.gate_proj, self.up_proj)  # [b, s, ffn] each
-            hidden = gated(self.activation, signal.tensor(gate, "gate"), signal.tensor(up, "up"))
+            hidden = gated(self.config, signal.tensor(gate, "gate"), signal.tensor(up, "up"))
         return self.down(signal.tensor(hidden, "hidden"))

@@ -27,6 +27,7 @@ from .experts.config import ExpertsConfig
 from .experts.routing import route
 from .linear import READING_INIT, adding_init, compute_type, gated
 from .mlp import MLP
+from .model import Vector
 
 
 class MoE(nnx.Module):
@@ -37,8 +38,10 @@ class MoE(nnx.Module):
         assert experts is not None
         ffn = experts.ffn or config.ffn_size
         # Logits are f32 whatever the model's type: a rounding may change which experts are chosen.
-        self.router = nnx.Linear(config.embed, experts.count, use_bias=False, dtype=jnp.float32, kernel_init=READING_INIT, rngs=rngs)
+        make = partial(nnx.Linear, use_bias="router" in config.biases, dtype=jnp.float32, kernel_init=READING_INIT)
+        self.router = make(config.embed, experts.count, rngs=rngs)
         self.experts = GatedExperts(config, experts.count, ffn, rngs=rngs)
+        self.expert_biases = ExpertBiases(config, experts.count, ffn) if "experts" in config.biases else None
         self.shared = MLP(replace(config, ffn=experts.shared * ffn), rngs=rngs) if experts.shared else None
         self.shared_gate = nnx.Linear(config.embed, 1, use_bias=False, dtype=jnp.float32, rngs=rngs) if experts.shared_gate else None
         self.load = Load(jnp.zeros(experts.count, jnp.int32))
@@ -50,7 +53,7 @@ class MoE(nnx.Module):
             logits = signal.tensor(self.router(x), "logits")  # [b, s, E]
             choice, scale = route(logits, None if self.bias is None else self.bias[...], self.config)
             choice, sums = signal.tensor(choice, "choice"), routed(logits, choice, self.config)
-        y = self.experts(x, choice, scale)
+        y = self.experts(x, choice, scale, self.expert_biases)
         if self.shared is not None:
             with signal.context("shared"):
                 shared = self.shared(x)
@@ -71,17 +74,42 @@ class GatedExperts(nnx.Module):
         self.up = made(config.embed, ffn, READING_INIT)
         self.down = made(ffn, config.embed, adding_init(config.layers))
         self.dtype = compute_type(config)
-        self.run = partial(_gated_mlps, eight_bits.ragged_dot if config.fp8 else jax.lax.ragged_dot, config.activation)
+        self.run = partial(_gated_mlps, eight_bits.ragged_dot if config.fp8 else jax.lax.ragged_dot, config)
 
-    def __call__(self, x: jax.Array, choice: jax.Array, scale: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, choice: jax.Array, scale: jax.Array, biases: ExpertBiases | None = None) -> jax.Array:
         # In the type of matmuls, so that this is the type that travels.
-        weights = {name: jnp.asarray(getattr(self, name)[...], self.dtype) for name in ("gate", "up", "down")}
+        weights = {name: jnp.asarray(getattr(self, name)[...], self.dtype) for name in _PARTS}
+        if biases is not None:
+            weights |= {f"{name}_bias": jnp.asarray(getattr(biases, name)[...], self.dtype) for name in _PARTS}
         return signal.tensor(signal.experts(self.run, weights, x, choice, scale), "routed")
 
 
+_PARTS = ("gate", "up", "down")
+
+
+class ExpertBiases(nnx.Module):
+    """The biases of E gated MLPs, [E, f] and [E, d]. They are beside the matrices, as rules for these have a dim more."""
+
+    def __init__(self, config: ModelConfig, count: int, ffn: int):
+        self.gate, self.up, self.down = (Vector(jnp.zeros((count, size), jnp.float32)) for size in (ffn, ffn, config.embed))
+
+
 def _gated_mlps(
-    matmul: Callable[..., jax.Array], activation: str, rows: jax.Array, sizes: jax.Array, weights: Mapping[str, jax.Array]
+    matmul: Callable[..., jax.Array], config: ModelConfig, rows: jax.Array, sizes: jax.Array, weights: Mapping[str, jax.Array]
 ) -> jax.Array:
     """Rows [n, d] that are sorted by expert → [n, d]."""
-    gate, up = matmul(rows, weights["gate"], sizes), matmul(rows, weights["up"], sizes)
-    return matmul(signal.tensor(gated(activation, gate, up), "hidden"), weights["down"], sizes)
+
+    def part(name: str, rows: jax.Array) -> jax.Array:
+        y, bias = matmul(rows, weights[name], sizes), weights.get(f"{name}_bias")
+        return y if bias is None else y + _by_row(bias, sizes, len(rows))
+
+    return part("down", signal.tensor(gated(config, part("gate", rows), part("up", rows)), "hidden"))
+
+
+def _by_row(bias: jax.Array, sizes: jax.Array, num_rows: int) -> jax.Array:
+    """The bias of each row's expert, [E, m] → [n, m]."""
+    ends, row = jnp.cumsum(sizes)[None], jnp.arange(num_rows)[:, None]
+    # A matmul, since the derivative of a lookup would add up rows in any order.
+    is_own = (row < ends) & (row >= ends - sizes[None])
+    # Cotangents of rows behind the last group may be NaN.
+    return jnp.where(row < ends[:, -1:], is_own.astype(bias.dtype) @ bias, 0)

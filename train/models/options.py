@@ -13,9 +13,10 @@ from typing import Annotated, Literal
 
 from jgt.document import Bound
 
-from ..settings.numbers import Positive
+from ..settings.numbers import NotNegative, Positive
 
 Length = Annotated[int, Bound(low=1, high=100_000_000)]
+BiasName = Literal["qkv", "out", "mlp", "head", "experts", "router"]
 LayerNumber = Annotated[int, Bound(low=0, high=9_999)]
 
 
@@ -91,12 +92,16 @@ class Options:
     norm_place: norms before attention and MLP, after them, or both.
     norm_eps: the epsilon of the norms.
     qk_norm: norms of queries and keys: of each head, or of all heads together.
-    biases: the linear layers that have a bias; head: the scores of tokens.
+    biases: the linear layers that have a bias; head: the scores of tokens; experts and router: those of a mixture.
     gated: whether the MLP is gated.
     activation: the activation of the MLP; gelu is exact, gelu_tanh its usual approximation.
+    swiglu_alpha: the factor in the sigmoid of a gated MLP with silu: gate · sigmoid(alpha · gate).
+    swiglu_limit: a limit of both factors of a gated MLP: the gate's from above, the other's on both sides; null: none.
+    swiglu_offset: a number that is added to the factor that the gate multiplies.
     parallel: attention and MLP read the same input, with one norm for both or one for each.
     attention_scale: the factor of attention's scores; null: 1 / sqrt of a head's width.
     attention_softcap: a limit of attention's scores (tanh). cuDNN's kernel has none.
+    attention_sinks: a learned score of each head that joins the sum of the softmax, as of a key whose value is 0. cuDNN's kernel has none.
     logits_softcap: a limit of the logits (tanh).
     embed_scale: a factor of embedded tokens.
     residual_scale: a factor of what attention and MLP add.
@@ -116,12 +121,16 @@ class Options:
     norm_place: Literal["before", "after", "both"] = "before"
     norm_eps: Positive = 1e-5
     qk_norm: Literal["head", "all"] | None = None
-    biases: tuple[Literal["qkv", "out", "mlp", "head"], ...] = ()
+    biases: tuple[BiasName, ...] = ()
     gated: bool = True
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
+    swiglu_alpha: Positive = 1.0
+    swiglu_limit: Positive | None = None
+    swiglu_offset: NotNegative = 0.0
     parallel: Literal["one_norm", "two_norms"] | None = None
     attention_scale: Positive | None = None
     attention_softcap: Positive | None = None
+    attention_sinks: bool = False
     logits_softcap: Positive | None = None
     embed_scale: Positive = 1.0
     residual_scale: Positive = 1.0
@@ -140,6 +149,9 @@ class Options:
             for name in ("full_layers", "window_theta"):
                 if getattr(self, name):
                     yield name, f"without a window all layers see all earlier tokens. Give window, or leave {name} out"
+        for name, off in (("swiglu_alpha", 1), ("swiglu_limit", None), ("swiglu_offset", 0)):
+            if getattr(self, name) != off and not (self.gated and self.activation == "silu"):
+                yield name, f"only a gated MLP with silu has it. Leave {name} out, or use gated: true and activation: silu"
         if self.parallel and self.norm_place != "before":
             yield "parallel", "a parallel block has norms before its parts only. Leave norm_place out"
 

@@ -98,7 +98,9 @@ class AttentionWalk:
         for number, (one, atom) in enumerate(zip(known, equation.invars, strict=True)):
             is_scalar = not jx.shape_of(atom)
             own = labels_of(atom, labels)
-            x = one[0] if one is not None else _wide(reader.value(atom, own))
+            # The largest score of a query may be compared with that of a sink.
+            is_sink = equation.primitive.name == "max" and not is_scalar and "keys" not in labels
+            x = one[0] if one is not None else self._sink(atom, own, reader) if is_sink else _wide(reader.value(atom, own))
             if one is None and not is_scalar:
                 self._note(equation, number, Condition(atom, own), x, known)
             operands.append(x if is_scalar else jnp.broadcast_to(x, full))
@@ -129,16 +131,21 @@ class AttentionWalk:
     def _with_sink(self, equation: Equation, x: jax.Array, labels: Labels, reader: Reader) -> _Labelled:
         """Scores with those of the sink behind them."""
         dim = equation.params["dimension"]
+        own: Labels = tuple(None if n == dim else label for n, label in enumerate(labels))
+        column = self._sink(equation.invars[1], own, reader)
+        return jnp.concatenate([x, jnp.broadcast_to(column, [*x.shape[:dim], 1, *x.shape[dim + 1 :]])], dim), labels
+
+    def _sink(self, atom: Atom, labels: Labels, reader: Reader) -> jax.Array:
+        """The scores of the sink, which a variable has that does not follow from q, k or v."""
 
         def read(operand: Operand) -> jax.Array:
             self.sink = operand
             return reader.read(operand)
 
-        own: Labels = tuple(None if n == dim else label for n, label in enumerate(labels))
-        column = _wide(Reader(reader.source, reader.queries, reader.keys, read).value(equation.invars[1], own))
+        x = _wide(Reader(reader.source, reader.queries, reader.keys, read).value(atom, labels))
         if self.sink is None or any(self.sink.labels):
             raise UnreadableError("its sink is not one number for each head")
-        return jnp.concatenate([x, jnp.broadcast_to(column, [*x.shape[:dim], 1, *x.shape[dim + 1 :]])], dim), labels
+        return x
 
     def _without_sink(self, equation: Equation, x: jax.Array, labels: Labels) -> _Labelled:
         dim, (old, new) = labels.index("keys"), map(jx.shape_of, (equation.invars[0], equation.outvars[0]))

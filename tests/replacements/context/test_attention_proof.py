@@ -165,6 +165,9 @@ def of_sinks(q, k, v, sinks, keeps=slice(None, -1), first=0):
 def test_a_sink_is_one_more_score_of_each_head():
     attention = found(of_sinks, SINKS, heads=N)
     assert attention.sink is not None and attention.sink.aval.shape == (N,)
+    # Also one that is compared with the largest score, and added to the sum.
+    attention = found(lambda q, k, v, sinks: XLA.attend(q, k, v, sinks=sinks, window=24), SINKS)
+    assert attention.sink is not None and (attention.is_causal, attention.window) == (True, 24)
     assert found(causal_of_jax).sink is None
 
 
@@ -175,10 +178,11 @@ def test_a_sink_is_one_more_score_of_each_head():
         (alibi, "results differ"),
         (lambda q, k, v: by_hand(q, k, v, softmax=lambda x, axis: jax.nn.sigmoid(x)), "do not grow|results differ|follows from no number"),
         (lambda q, k, v: of_sinks(q, k, v, jnp.ones(N)), "its sink is not one number for each head"),
+        (lambda q, k, v: XLA.attend(q, k, v, sinks=jnp.ones(N)), "its sink is not one number for each head"),
         (lambda q, k, v: of_sinks(q, k, v, jnp.ones(N), first=1), "concatenate .* is not an operation of attention that jgt knows"),
         (lambda q, k, v: jnp.cumsum(q, 1) + k + v, "cumsum"),
     ],
-    ids=["softcap", "bias", "sigmoid", "a constant sink", "a sink in front", "sums"],
+    ids=["softcap", "bias", "sigmoid", "a constant sink", "a constant sink of ours", "a sink in front", "sums"],
 )
 def test_anything_else_is_refused(fn, why):
     with pytest.raises(UnreadableError, match=why):

@@ -41,6 +41,7 @@ BF16 = ModelConfig(dtype="bf16", embed=128, heads=2)
         (BF16, None, "there is no NVIDIA GPU"),
         (BF16, SimpleNamespace(platform="gpu", device_kind="AMD MI300X"), "there is no NVIDIA GPU"),
         (ModelConfig(), GPU, "it needs model.dtype: bf16"),
+        (ModelConfig(dtype="bf16", attention_sinks=True), GPU, "it has no attention_sinks"),
         (ModelConfig(dtype="bf16", embed=520, heads=2), GPU, "The head dim must be <= 128 and a multiple of 8, but got 260"),
     ],
 )

@@ -62,7 +62,8 @@ class Adapters:
         def run(params: Any, variables: Any) -> Any:
             return model.run(call, params, variables, True)
 
-        found = {m.path: m for m in Matrix.all_of(run, *shapes)}
+        # A vector of each expert has two dims, but is added.
+        found = {m.path: m for m in Matrix.all_of(run, *shapes) if model.declared.get(m.path) != "vector"}
         paths = [path_text(path) for path, _ in jax.tree.leaves_with_path(shapes[0])]
         problems: list[str] = []
         chosen: dict[str, Matrix] = {}
