@@ -5,7 +5,6 @@ So an export needs neither the run's devices nor the memory for its model, and a
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -65,11 +64,9 @@ def write_export(
 def _tensor_parts(source: Source, place: Span, value: np.ndarray) -> Iterator[Piece]:
     """The parts of tensors that a part of a parameter is. place: the part's place in the parameter."""
     stacked, inner = place[: source.num_stacked], place[source.num_stacked :]
-    outputs = np.asarray(source.outputs[inner[-1]])
-    # Where the next output of the parameter is not the next one of the tensor.
-    cuts = [0, *(np.flatnonzero(np.diff(outputs) != 1) + 1), len(outputs)]
+    runs = list(source.runs(range(inner[-1].start, inner[-1].stop)))
     for index in np.ndindex(*value.shape[: source.num_stacked]):
         name = source.at([span.start + n for span, n in zip(stacked, index, strict=True)])
-        for begin, end in itertools.pairwise(cuts):
-            slices, part = (*inner[:-1], slice(int(outputs[begin]), int(outputs[end - 1]) + 1)), value[index][..., begin:end]
+        for run, own in runs:
+            slices, part = (*inner[:-1], run), value[index][..., own]
             yield (name, slices[::-1], part.T) if source.is_transposed else (name, slices, part)

@@ -42,7 +42,8 @@ class Described:
 
     config: its contents, or those of the text part. names: tensors that have other names in the folder than in files of the family. others:
     the beginnings of the names of tensors of other parts, which are left out. block: the rows and columns of a
-    block of a matrix in eight bits, which has one scale; (0, 0): the whole matrix; None: matrices are not in eight bits.
+    block of a matrix in eight bits, which has one scale; (0, 0): the whole matrix; None: matrices are not in eight bits. is_mxfp4: whether
+    experts are in four bits (mxfp4).
     """
 
     path: Path
@@ -52,6 +53,7 @@ class Described:
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     others: tuple[str, ...] = ()
     block: tuple[int, int] | None = None
+    is_mxfp4: bool = False
 
     @property
     def file(self) -> Path:
@@ -66,7 +68,7 @@ def published(path: Path) -> Described:
     file = path if path.suffix == ".json" else inside(path, "config.json")
     place = path if path.suffix == ".json" else path / "config.json"
     described = replace(described_by(read_json(file, MOST_BYTES), place), path=path)
-    if described.block is not None or not os.path.lexists(place.parent / QUANT_CONFIG):
+    if described.block is not None or described.is_mxfp4 or not os.path.lexists(place.parent / QUANT_CONFIG):
         return described
     told = read_json(inside(place.parent, QUANT_CONFIG), MOST_BYTES)
     return replace(described, block=_block(told, "quantization", place.parent / QUANT_CONFIG))
@@ -85,9 +87,10 @@ def described_by(config: Mapping[str, Any], file: Path) -> Described:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise InputError([f"{file}: model_type: {shown(kind)}{why_unsupported(str(kind), [*FAMILIES, *TEXT_PARTS])}"])
-    block = _block(config, _QUANTISED[0], file) if quantised_by(config) else None
+    is_mxfp4 = quantised_by(config) == "mxfp4" and _has_known_keys(config, file)
+    block = _block(config, _QUANTISED[0], file) if quantised_by(config) and not is_mxfp4 else None
     # What is read has another type.
-    config = {name: value for name, value in config.items() if block is None or name not in _QUANTISED}
+    config = {name: value for name, value in config.items() if not (is_mxfp4 or block) or name not in _QUANTISED}
     keys = Keys(config, read={"model_type", *_QUANTISED})
     options = family.read(keys)
     # The layers behind the last one, which predict further tokens.
@@ -107,6 +110,7 @@ def described_by(config: Mapping[str, Any], file: Path) -> Described:
         names=names,
         others=(*others, *(f"model.layers.{n}." for n in behind)),
         block=block,
+        is_mxfp4=is_mxfp4,
     )
 
 
@@ -118,6 +122,16 @@ def _block(config: Mapping[str, Any], key: str, file: Path) -> tuple[int, int]:
     if block is None:
         raise InputError([f"{file}: {quantised(quantised_by(config) or 'modelopt')}"])
     return block
+
+
+def _has_known_keys(config: Mapping[str, Any], file: Path) -> bool:
+    """Whether `quantization_config` says the method alone. Raises InputError for more."""
+    keys = Keys(config)
+    group = keys.group(_QUANTISED[0])
+    group.ignore(*_SILENT)
+    group.refuse_others()
+    keys.finish(file)
+    return True
 
 
 def _in_eight_bits(k: Any) -> tuple[int, int] | None:

@@ -25,6 +25,7 @@ from .described import Described
 from .eight_bits import EightBits
 from .families.family import LLAMA
 from .foreign import first
+from .four_bits import FourBits
 from .names import Shape, Source, folder_names, misfits, sources_of, tensors_of
 from .safetensors import Folder, open_folder
 
@@ -38,14 +39,14 @@ ROUTER_BIAS = "layers/moe/bias"
 class Files:
     """The files of a published model whose tensors are those of the model, with the sources of its parameters.
 
-    names: the tensors' names in the folder, by the family's. eight_bits: the tensors that have scales. packing: how matrices of uint8 are
-    packed, which is done shard by shard. left_out: a sentence about tensors that are not part of the model; None if there are none.
+    names: the tensors' names in the folder, by the family's. stored: reads tensors, also those with scales. packing: how matrices of uint8
+    are packed, which is done shard by shard. left_out: a sentence about tensors that are not part of the model; None if there are none.
     """
 
     folder: Folder
     sources: Mapping[str, Source]
     names: Mapping[str, str]
-    eight_bits: EightBits
+    stored: EightBits | FourBits
     packing: Packing | None = None
     left_out: str | None = None
 
@@ -87,14 +88,11 @@ class Files:
     def _read(self, source: Source, spans: tuple[range, ...], dtype: Any) -> np.ndarray[Any, Any]:
         """One shard: the elements of a parameter in these ranges of its dims."""
         stacked, inner = spans[: source.num_stacked], spans[source.num_stacked :]
-        outputs = np.array([source.outputs[n] for n in inner[-1]])
-        # Outputs of one parameter need not be neighbours in the tensor; no byte between them is read.
-        runs = np.split(outputs, np.flatnonzero(np.diff(outputs) != 1) + 1)
-        cuts = [[*(slice(one.start, one.stop) for one in inner[:-1]), slice(run[0], run[-1] + 1)] for run in runs]
+        cuts = [[*(slice(one.start, one.stop) for one in inner[:-1]), run] for run, _ in source.runs(inner[-1])]
         made = np.empty([len(span) for span in spans], dtype)
         for place in np.ndindex(*(len(span) for span in stacked)):
             name = self.names[source.at([span[n] for span, n in zip(stacked, place, strict=True)])]
-            parts = [self.eight_bits.read(name, cut[::-1] if source.is_transposed else cut) for cut in cuts]
+            parts = [self.stored.read(name, cut[::-1] if source.is_transposed else cut) for cut in cuts]
             parts = [part.T if source.is_transposed else part for part in parts]
             made[place] = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
         return made
@@ -123,17 +121,17 @@ def open_files(described: Described, config: ModelConfig, shapes: Any) -> Files:
     skipped = (*family.skipped, *([head] if config.tied else []))
     others = {name for name in folder.tensors if name.startswith(described.others)}
     found = {name: tensor for name, tensor in folder.tensors.items() if name not in others}
-    eight_bits = EightBits.of(folder, described.block)
-    wrong = itertools.chain(eight_bits.problems(), misfits(wanted, names, eight_bits.without(found), skipped))
+    stored = FourBits.of(folder) if described.is_mxfp4 else EightBits.of(folder, described.block)
+    wrong = itertools.chain(stored.problems(), misfits(wanted, names, stored.without(found), skipped))
     if problems := first(f"{described.path}: {problem}" for problem in wrong):
         raise InputError(problems)
     # Some files of tied models have a head, which is the embedding once more.
-    if config.tied and head in folder.tensors and not _is_equal(eight_bits, names[table], head):
+    if config.tied and head in folder.tensors and not _is_equal(stored, names[table], head):
         untied = "but config.json ties the two (tie_word_embeddings, or the family's default). If the model has both, set it to false there"
         raise InputError([f"{described.path}: {head} differs from {names[table]}, {untied}"])
     kinds = sorted({next(part for part in described.others if name.startswith(part)) for name in others})
     left_out = f"{len(others):,} tensors of other parts are left out ({', '.join(kinds)})" if others else None
-    return Files(folder, sources, names, eight_bits, packing, left_out)
+    return Files(folder, sources, names, stored, packing, left_out)
 
 
 def kept_variables(config: ModelConfig) -> dict[str, Shape]:
@@ -142,7 +140,7 @@ def kept_variables(config: ModelConfig) -> dict[str, Shape]:
     return {} if experts is None or experts.balance != "bias" else {ROUTER_BIAS: (config.layers - experts.first_dense, experts.count)}
 
 
-def _is_equal(files: EightBits, one: str, other: str) -> bool:
+def _is_equal(files: EightBits | FourBits, one: str, other: str) -> bool:
     """Whether two tensors have the same numbers. Reads them by parts."""
     shape = files.folder.tensors[one].shape
     if files.folder.tensors[other].shape != shape:

@@ -40,6 +40,16 @@ class Source:
     width: int
     first_layer: int = 0
 
+    def runs(self, span: range) -> Iterator[tuple[slice, slice]]:
+        """The places in the tensor of a span of the parameter's outputs, in runs of equal steps, and the place of each run in the span."""
+        outputs = self.outputs[span.start : span.stop]
+        if isinstance(outputs, range):
+            yield slice(outputs.start, outputs.stop, outputs.step), slice(0, len(outputs))
+            return
+        cuts = [0, *(np.flatnonzero(np.diff(outputs) != 1) + 1), len(outputs)]
+        for begin, end in itertools.pairwise(map(int, cuts)):
+            yield slice(outputs[begin], outputs[end - 1] + 1), slice(begin, end)
+
     def tensor_shape(self, shape: Shape) -> Shape:
         """The shape of each of its tensors, from the parameter's."""
         inner = (*shape[self.num_stacked : -1], self.width)
@@ -76,6 +86,8 @@ def sources_of(family: Family, shapes: Mapping[str, Shape], num_heads: tuple[int
                 # [heads, 3, h] and not [3, heads, h].
                 head = size // num_heads[0]
                 outputs = [(3 * n + number) * head + i for n in range(num_heads[0]) for i in range(head)]
+            elif family.is_interleaved and len(group) == 2:
+                outputs = range(number, width, 2)
             # A stack of the matrices of all experts is as they are multiplied.
             is_kernel = "/kernel" in path or ("/experts/" in path and "{e}" in name)
             depth = name.count("{")
@@ -97,7 +109,7 @@ def _name(family: Family, path: str) -> str | None:
 
 def _order(path: str) -> int:
     """The place of a parameter among those that share a tensor."""
-    order = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "experts/gate", "experts/up")
+    order = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "experts/gate", "experts/up", "biases/gate", "biases/up")
     return next((n for n, name in enumerate(order) if name in path), 0)
 
 

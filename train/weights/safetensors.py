@@ -70,12 +70,15 @@ class Folder:
     def read(self, name: str, slices: Sequence[slice] = ()) -> np.ndarray:
         """A part of a tensor in new memory. Reads exactly the bytes of this part. Raises DiskError.
 
-        slices: a slice without a step for each dim; dims behind the last one are read whole.
+        slices: a slice forward for each dim; dims behind the last one are read whole. Of a tensor's last dim with a step, what is between
+        is read, too: an element alone would take as long as a thousand.
         """
         tensor = self.tensors[name]
         place = spans(tensor, slices)
-        if any(span.step != 1 for span in place):
-            raise ValueError(f"{name}: a slice has a step: {slices}")
+        if any(span.step < 1 for span in place):
+            raise ValueError(f"{name}: a slice goes backward: {slices}")
+        if place and place[-1].step != 1:
+            return self.read(name, (*slices[:-1], slice(place[-1].start, place[-1].stop)))[..., :: place[-1].step]
         # Never a buffer that was used before: `jax.device_put` may keep the memory that it is given.
         part = np.empty([len(span) for span in place], tensor.dtype)
         if not part.size:
@@ -109,11 +112,11 @@ def spans(tensor: Tensor, slices: Sequence[slice]) -> list[range]:
 def runs(tensor: Tensor, part: Sequence[range]) -> tuple[list[int], int]:
     """Where in the file each run of neighbouring bytes of a part begins, and the bytes of a run."""
     steps = [math.prod(tensor.shape[dim + 1 :]) for dim in range(len(part))]
-    # Dims behind the last one that is cut are read whole.
-    last = max((dim for dim, span in enumerate(part) if len(span) < tensor.shape[dim]), default=0)
+    # Dims behind the last one that is cut are read whole. Of one with a step no two elements are neighbours.
+    last = max((dim + (span.step != 1) for dim, span in enumerate(part) if len(span) < tensor.shape[dim]), default=0)
     begins = np.array([sum(span.start * step for span, step in zip(part, steps, strict=True))])
     for span, step in zip(part[:last], steps[:last], strict=True):
-        begins = (begins[:, None] + np.arange(len(span)) * step).ravel()
+        begins = (begins[:, None] + np.arange(len(span)) * span.step * step).ravel()
     size = math.prod(len(span) for span in part[last:])
     return (tensor.offset + begins * tensor.dtype.itemsize).tolist(), size * tensor.dtype.itemsize
 

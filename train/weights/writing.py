@@ -24,11 +24,11 @@ from ..checkpoint.steps import remove
 from ..files.disk import sync, sync_above, sync_tree
 from ..files.locks import lock
 from .foreign import METADATA
-from .safetensors import DTYPES, INDEX, SINGLE, Tensor, open_folder, runs, spans
+from .safetensors import DTYPES, INDEX, SINGLE, Folder, open_folder, runs, spans
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 Piece = tuple[str, Sequence[slice], np.ndarray]
-"""A part of a tensor: the tensor's name, a slice without a step for each of its first dims, and the elements there."""
+"""A part of a tensor: the tensor's name, a slice for each of its first dims, and the elements there."""
 
 
 def write_folder(
@@ -53,10 +53,10 @@ def write_folder(
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content) if isinstance(content, bytes) else shutil.copyfile(content, folder / name)
         _write_headers(folder, tensors, max_file_bytes, single)
-        places = open_folder(folder, single=single).tensors
-        missing = {name: math.prod(place.shape) for name, place in places.items()}
+        written = open_folder(folder, single=single)
+        missing = {name: math.prod(place.shape) for name, place in written.tensors.items()}
         for name, slices, array in pieces:
-            _write(places[name], name, slices, array)
+            _write(written, name, slices, array)
             missing[name] -= array.size
         if wrong := [name for name, count in missing.items() if count]:
             raise ValueError(f"not every element once of {', '.join(wrong)}")
@@ -142,12 +142,19 @@ def _parts(sizes: Mapping[str, int], most: int) -> list[list[str]]:
     return parts
 
 
-def _write(place: Tensor, name: str, slices: Sequence[slice], array: np.ndarray) -> None:
+def _write(folder: Folder, name: str, slices: Sequence[slice], array: np.ndarray) -> None:
+    place = folder.tensors[name]
     part = spans(place, slices)
     if (array.dtype, array.shape) != (place.dtype, tuple(map(len, part))):
         raise ValueError(f"{name} is {array.dtype}{list(array.shape)}, not {place.dtype}{list(map(len, part))}")
     if not array.size:
         return
+    if part[-1:] and part[-1].step != 1:
+        # What is between stays as it is.
+        part[-1], step = range(part[-1].start, part[-1].stop), part[-1].step
+        between = folder.read(name, [slice(span.start, span.stop, span.step) for span in part])
+        between[..., ::step] = array
+        array = between
     view, (begins, size) = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, runs(place, part)
     with place.file.open("r+b") as file:
         for at, begin in zip(range(0, len(view), size), begins, strict=True):

@@ -90,8 +90,9 @@ def batch_of(name, layout="none", *, rows):
 
 WRITTEN = [name for name in NAMES if "greedy" in np.load(GOLDENS / name / "expected.npz")]
 
-EXPERTS = ("dots1", "glm4_moe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
-ON_ALL = ("gemma2", "gemma3", "gpt2", "granite", "llama3", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "dots1", "mixtral", "qwen3_moe")
+EXPERTS = ("dots1", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+DENSE = ("gemma2", "gemma3", "gpt2", "granite", "llama3", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
+ON_ALL = (*DENSE, "dots1", "gpt_oss", "mixtral", "qwen3_moe")
 
 
 def on_meshes():
@@ -101,8 +102,8 @@ def on_meshes():
         yield from ((name, mesh) for mesh in (fitting if name in ON_ALL else [fitting[n % len(fitting)]]))
 
 
-# Windows and full layers, queries that grow, and first layers without experts, in a batch whose rows get further prompts.
-@pytest.mark.parametrize("name", ["gemma3", "ministral3", "dots1"])
+# Windows and full layers, queries that grow, first layers without experts, and sinks, in a batch whose rows get further prompts.
+@pytest.mark.parametrize("name", ["gemma3", "ministral3", "dots1", "gpt_oss"])
 def test_tokens_are_those_of_transformers(name):
     prompts, expected = prompts_of(name)
     chosen = [0, 4, 6]

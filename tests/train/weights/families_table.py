@@ -39,6 +39,7 @@ MODELS = {
     "glm4_moe": "GLM-4.5, 4.6, 4.7",
     "dots1": "dots.llm1",
     "minimax_m2": "MiniMax-M2",
+    "gpt_oss": "gpt-oss",
     "gpt_neox": "GPT-NeoX, Pythia",
     "phi": "Phi-1, Phi-2",
     "cohere": "Command-R",

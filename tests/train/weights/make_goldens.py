@@ -1,5 +1,5 @@
 """Makes the folders in tests/goldens/weights: tiny models of all families, with what transformers computes from them: logits, and the
-likeliest tokens after prompts of different lengths.
+likeliest tokens after prompts of different lengths; of some also the gradient of the loss, of which 64 numbers of each tensor are kept.
 
     pip install -e '.[reference]' && python tests/train/weights/make_goldens.py [NAME ...]
 
@@ -56,6 +56,14 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 BIASED = {"n_routed_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 16, "num_hidden_layers": 3, "first_k_dense_replace": 1}
 GROUPED = {**BIASED, "n_group": 4, "topk_group": 2, "n_shared_experts": 2, "norm_topk_prob": False, "routed_scaling_factor": 0.4}
 GLM4_MOE = {**BIASED, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "use_qk_norm": True, "attention_bias": True}
+GPT_OSS = {
+    "num_local_experts": 4,
+    "intermediate_size": 64,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {**YARN, "truncate": False, "rope_theta": 150000.0},
+}
+WITH_GRADIENTS = ("gpt_oss",)
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 MODELS = {
     "llama": (hf.LlamaConfig, {**BASE, **HEADS, "attention_bias": True, "mlp_bias": True}),
@@ -92,6 +100,7 @@ MODELS = {
     "glm4_moe": (hf.Glm4MoeConfig, {**BASE, **HEADS, **GLM4_MOE}),
     "dots1": (hf.Dots1Config, {**BASE, **HEADS, **GROUPED, "sliding_window": 8, "max_window_layers": 2}),
     "minimax_m2": (hf.MiniMaxM2Config, {**BASE, **HEADS, **PARTIAL, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "gpt_oss": (hf.GptOssConfig, {**BASE, **HEADS, **TYPES, **GPT_OSS}),
     "cohere2": (hf.Cohere2Config, {**BASE, **TYPES, "logit_scale": 0.5}),
     "granite": (hf.GraniteConfig, {**BASE, **MULTIPLIERS}),
     "gpt_neox": (hf.GPTNeoXConfig, NEOX),
@@ -118,6 +127,7 @@ def make(name):
                 bias.copy_((0.1 * torch.randn(bias.shape, generator=draw)).bfloat16())
         tokens = torch.randint(3, VOCAB, (2, SEQ), generator=draw)
         logits = model(tokens).logits.numpy()
+    gradients = gradients_of(model, tokens) if name in WITH_GRADIENTS else {}
     # Prompt n begins at token n of a row.
     prompts = [tokens[n % 2, n : n + length] for n, length in enumerate(PROMPTS)]
     greedy = np.array([continued(model, prompt) for prompt in prompts], np.uint8)
@@ -126,6 +136,20 @@ def make(name):
     (folder / "generation_config.json").unlink(missing_ok=True)
     arrays = {"tokens": tokens.numpy().astype(np.int32), "logits": logits[:, ::5], "std": logits.std(), "greedy": greedy}
     np.savez_compressed(folder / "expected.npz", **arrays)
+    if gradients:
+        np.savez_compressed(folder / "gradients.npz", **gradients)
+
+
+def gradients_of(model, tokens):
+    """The loss, and of each tensor's gradient the largest number and some."""
+    logits = model(tokens).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
+    loss.backward()
+    found = {"loss": np.float32(loss.item())}
+    for name, parameter in model.named_parameters():
+        flat = parameter.grad.numpy().reshape(-1)
+        found[name] = np.concatenate([[np.abs(flat).max()], flat[:: -(-flat.size // 64)]]).astype(np.float32)
+    return found
 
 
 def continued(model, prompt):

@@ -40,8 +40,8 @@ from train.weights.safetensors import open_folder
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "weights"
 NAMES = sorted(folder.name for folder in GOLDENS.iterdir())
-# Tensors that are fused by head, and experts, also with first layers of another kind and biases of routers.
-TELLING = ("gpt_neox", "qwen3_moe", "dots1")
+# Tensors that are fused by head, and experts, also with first layers of another kind, biases of routers, and parts that alternate.
+TELLING = ("gpt_neox", "qwen3_moe", "dots1", "gpt_oss")
 MESHES = {"rows": ((2, 4), ("a",), (None, None, "a", "b")), "columns": ((4, 2), ("b",), (None, None, "b", "a"))}
 """The sizes of the axes a and b, and the axes that split vectors and other arrays."""
 

@@ -68,7 +68,8 @@ def test_logits_are_those_of_transformers(name):
     assert error(name, config, loaded(name, config)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", [n if n == "gpt_neox" else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+# What alternates in a tensor is read once for each of its two parameters.
+@pytest.mark.parametrize("name", [n if n == "gpt_neox" else pytest.param(n, marks=pytest.mark.slow) for n in NAMES if n != "gpt_oss"])
 def test_each_byte_is_read_once(name, monkeypatch):
     reads, real = [], os.preadv
     monkeypatch.setattr(os, "preadv", lambda file, views, at: reads.append((at, sum(map(len, views)))) or real(file, views, at))
@@ -99,7 +100,7 @@ def test_logits_are_the_same_from_shards(name, rules):
     assert np.abs(logits[:2, ::5] - wanted).max() < TOLERANCE * std
 
 
-@pytest.mark.parametrize("name", ["ministral3", "dots1"])
+@pytest.mark.parametrize("name", ["ministral3", "dots1", "gpt_oss"])
 def test_documents_in_one_row_are_those_in_rows_of_their_own(name):
     config, (tokens, wanted, std) = config_of(name), expected(name)
     model, variables = build(config), variables_of(name, config)
@@ -136,7 +137,7 @@ def test_layers_behind_the_last_one_are_left_out_with_a_line(tmp_path):
 
 def ablations():
     """Each option of each family that differs from the default, and does not decide which parameters there are."""
-    shaping = ("norm", "norm_place", "qk_norm", "biases", "gated", "parallel", "positions", "norm_eps", "full_layers")
+    shaping = ("norm", "norm_place", "qk_norm", "biases", "gated", "parallel", "positions", "norm_eps", "full_layers", "attention_sinks")
     for name in NAMES:
         keys = published(GOLDENS / name).keys
         # The divisors of longrope are as many as there are frequencies.
@@ -179,6 +180,31 @@ def test_without_a_part_of_its_experts_logits_are_others():
     alone = dataclasses.replace(ungated, experts=dataclasses.replace(ungated.experts, shared=0))
     moe = {name: part for name, part in moe.items() if name != "shared"}
     assert error("qwen2_moe", alone, {**params, "layers": {**layers, "moe": moe}}) > 1e-2
+
+
+def _parts_of_gpt_oss():
+    """The part of the parameters that each option makes, and a change of the options that leaves it out."""
+    return {
+        "sinks": {"attention_sinks": False},
+        "expert_biases": {"biases": ("qkv", "out", "router")},
+        "router": {"biases": ("qkv", "out", "experts")},
+        "out": {"biases": ("qkv", "experts", "router")},
+        "q_proj": {"biases": ("out", "experts", "router")},
+    }
+
+
+@pytest.mark.parametrize("part", _parts_of_gpt_oss())
+def test_without_a_part_of_gpt_oss_logits_are_others(part):
+    config, params = config_of("gpt_oss"), loaded("gpt_oss", config_of("gpt_oss"))
+    other = dataclasses.replace(config, **_parts_of_gpt_oss()[part])
+    wanted = jax.eval_shape(build(other).init, jax.random.key(0))[0]
+
+    def kept(params, wanted):
+        return {name: kept(params[name], inner) for name, inner in wanted.items()} if isinstance(wanted, dict) else params
+
+    smaller = kept(params, wanted)
+    assert jax.tree.structure(smaller) == jax.tree.structure(wanted) != jax.tree.structure(params)
+    assert error("gpt_oss", other, smaller) > 1e-2
 
 
 def test_without_the_bias_of_the_head_logits_are_others():

@@ -52,6 +52,7 @@ PARAMETERS = {
     "microsoft--Phi-4-mini-instruct": 3_836_021_760,
     "mistralai--Mixtral-8x7B-v0.1": 46_702_792_704,
     "nvidia--Llama-3.1-70B-Instruct-FP8": 70_553_706_496,
+    "openai--gpt-oss-20b": 20_914_757_184,
     "nvidia--Qwen3-235B-A22B-NVFP4": 235_093_634_560,
     "tiiuae--Falcon3-7B-Instruct": 7_455_550_464,
 }
@@ -62,7 +63,6 @@ REASONS = {
     "deepseek_v4": "sparse or compressed attention",
     "gemma4": "layers of several sizes",
     "glm_moe_dsa": "sparse or compressed attention",
-    "gpt_oss": "attention with sinks",
     "kimi_k2": "multi-head latent attention",
     "kimi_k25": "multi-head latent attention",
     "kimi_k3": "sparse or compressed attention",
@@ -79,7 +79,7 @@ EXPERTS = {
     **{key: {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} for key in ("qwen2_moe", "qwen3_moe")},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     **{key: {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} for key in ("dots1", "glm4_moe")},
-    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    **{key: {"num_local_experts": 4, "num_experts_per_tok": 2} for key in ("gpt_oss", "minimax_m2")},
 }
 
 
@@ -179,6 +179,8 @@ SAME = [
     ("exaone4", {"sliding_window_pattern": 4, "layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
     ("exaone4", {"sliding_window_pattern": "LLLG", "layer_types": [*["sliding_attention"] * 3, "full_attention"]}),
     ("olmoe", {"clip_qkv": None}),
+    ("gpt_oss", {"experts_per_token": 2, "initial_context_length": 4096, "swiglu_limit": 7.0, "attention_bias": True}),
+    ("gpt_oss", {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_experts": 4, "sliding_window": 128}),
     ("llama", {"rope_scaling": {}}),
     ("llama", {"rope_parameters": {"rope_type": "default", "type": "default", "rope_theta": 10000.0}}),
     ("olmo3", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}),
@@ -215,6 +217,9 @@ MORE = [
     ("phi3", {"full_attn_mod": 2}, "full_attn_mod: 2 is not supported"),
     ("starcoder2", {"norm_type": "rms_norm"}, "norm_type: 'rms_norm' is not supported"),
     ("olmoe", {"clip_qkv": 8.0}, "clip_qkv: 8.0 is not supported. Supported: null"),
+    ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported. Supported: 'silu'"),
+    ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit must be a number above 0, not 0"),
+    ("gpt_oss", {"num_experts_per_tok": None}, "the key 'num_experts_per_tok' is missing"),
     ("minimax_m2", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list: another kind of attention than 1"),
     ("minimax_m2", {"num_hidden_layers": 10**9, "attn_type_list": [1]}, "num_hidden_layers: 1000000000 is not a number of layers"),
     ("minimax_m2", {"shared_intermediate_size": 16}, "shared_intermediate_size: 16: jgt does not know this key"),
@@ -434,6 +439,8 @@ def test_dynamic_is_plain_up_to_the_original_length_and_refused_above():
         ("dots1", {"max_window_layers": 1}, {"window": 4096, "full_layers": [0]}),
         ("dots1", {}, {"window": None}),
         ("glm4_moe", {}, {"rope_share": 0.5, "norm_eps": 1e-5, "qk_norm": None}),
+        ("gpt_oss", {}, {"window": 128, "full_layers": [1, 3], "rope_theta": 150_000.0, "head_dim": 64, "swiglu_limit": 7.0}),
+        ("gpt_oss", {"attention_bias": False}, {"biases": ["experts", "router"], "swiglu_alpha": 1.702, "attention_sinks": True}),
         ("minimax_m2", {}, {"rope_theta": 5e6, "head_dim": 128, "rope_share": 1.0}),
         ("minimax_m2", {"rotary_dim": 64}, {"rope_share": 0.5}),
         ("qwen2_moe", {"shared_expert_intermediate_size": 32}, {"biases": ["qkv"]}),

@@ -83,6 +83,17 @@ def test_an_array_in_another_order_of_memory_is_written_by_its_values(tmp_path):
     np.testing.assert_array_equal(open_folder(tmp_path / "out").read("a"), array)
 
 
+def test_pieces_may_alternate(tmp_path):
+    array = np.arange(4 * 6 * 10, dtype=np.float32).reshape(4, 6, 10)
+    cuts = [(slice(None), slice(n, None, 3), slice(m, None, 2)) for n in range(3) for m in range(2)]
+    pieces = (("x", cut, array[cut]) for cut in cuts[::-1])
+    write_folder(tmp_path / "out", {"x": (array.dtype, array.shape)}, pieces, files={}, max_file_bytes=1 << 30)
+    folder = open_folder(tmp_path / "out")
+    np.testing.assert_array_equal(folder.read("x"), array)
+    for cut in cuts:
+        np.testing.assert_array_equal(folder.read("x", cut), array[cut])
+
+
 def test_pieces_in_any_order_are_their_tensor(tmp_path):
     array = np.arange(5 * 4 * 6, dtype=np.int32).reshape(5, 4, 6)
     cuts = [(slice(a, a + 2), slice(b, b + 3), slice(c, c + 4)) for a in (0, 2, 4) for b in (0, 3) for c in (0, 4)]

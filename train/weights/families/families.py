@@ -34,9 +34,7 @@ def _mistral(k: Any, *, size: int | None = None, **defaults: Any) -> dict[str, A
 
 
 def _ministral3(k: Any) -> dict[str, Any]:
-    if not (k.values.get("rope_parameters") or k.values.get("rope_scaling")):
-        k.values = {**k.values, "rope_parameters": _MINISTRAL3_ROPE}
-    return _mistral(k, eps=1e-5, theta=1e6, head_dim=128, grows=True)
+    return _mistral(k, eps=1e-5, theta=1e6, head_dim=128, rope=_MINISTRAL3_ROPE, grows=True)
 
 
 _MINISTRAL3_ROPE = {

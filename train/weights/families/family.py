@@ -56,7 +56,8 @@ class Family:
     writes: keys of config.json that only this family has, from a model. has: keys that few classes have, and this one. lacks: keys that
     most classes have, but not this one. names: tensors that have other names than Llama's. layer: the
     prefix of a layer's tensors. by_head: whether the tensor of q, k and v has the outputs of each head together. are_kernels_transposed:
-    whether a kernel [in, out] is stored as [out, in]. skipped: the ends of names of tensors to ignore.
+    whether a kernel [in, out] is stored as [out, in]. is_interleaved: whether the outputs of two modules in one tensor alternate. skipped:
+    the ends of names of tensors to ignore.
     """
 
     architecture: str = ""
@@ -69,6 +70,7 @@ class Family:
     layer: str = "model.layers.{l}."
     by_head: bool = False
     are_kernels_transposed: bool = True
+    is_interleaved: bool = False
     skipped: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     def read(self, k: Any) -> dict[str, Any]:
@@ -88,6 +90,7 @@ def shared(
     window_theta: float | None = None,
     share: float | None = None,
     head_dim: int | None = None,
+    rope: Mapping[str, Any] | None = None,
     grows: bool = False,
     act_key: str = "hidden_act",
     eps_key: str = "rms_norm_eps",
@@ -95,13 +98,16 @@ def shared(
     """The options that nearly all families write alike. The arguments are the defaults of the family's keys, as its class has them.
 
     act_key, eps_key: the keys of the activation and of the norms' epsilon. window_theta: the theta of layers with a window, of a family
-    whose positions are written by the kind of a layer. share: None if the class rotates all of a head. grows: whether the class has
+    whose positions are written by the kind of a layer. share: None if the class rotates all of a head. rope: its `rope_parameters` where a
+    file says nothing of positions. grows: whether the class has
     queries that grow with their position.
     """
     heads = k.need("num_attention_heads")
     name = k.get(act_key, activation)
     if name not in HIDDEN_ACTS:
         k.problems.append(f"{act_key}: {name!r} is not supported. Supported: {', '.join(HIDDEN_ACTS)}")
+    if rope is not None and not (k.values.get("rope_parameters") or k.values.get("rope_scaling")):
+        k.values = {**k.values, "rope_parameters": rope}
     positions = _rope(k, share, theta) if window_theta is None else _rope_by_kind(k, theta, window_theta)
     if not grows and (positions["rope_scaling"] or {}).get("query_growth"):
         k.problems.append("llama_4_scaling_beta: the family's class does not read it. Remove the key")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .family import Family, attention_biases, qwen_window, shared, windowed, windowed_everywhere, words
+from .family import Family, attention_biases, period_of, qwen_window, shared, windowed, windowed_everywhere, words
 
 _BIAS = "e_score_correction_bias"
 
@@ -96,6 +96,30 @@ def _qwen3_moe(k: Any) -> dict[str, Any]:
     return {**made, **_experts(k, "num_experts", ffn=k.need("moe_intermediate_size"), normalized=k.get("norm_topk_prob", False))}
 
 
+def _gpt_oss(k: Any) -> dict[str, Any]:
+    k.ignore("experts_per_token", "initial_context_length")
+    k.values = {"num_key_value_heads": 8, **k.values}
+    made = {
+        **shared(k, eps=1e-5, theta=150_000.0, head_dim=64, rope=_GPT_OSS_ROPE),
+        **windowed(k, k.unless_absent("sliding_window", 128), period_of(2)),
+    }
+    return {
+        **made,
+        "biases": [*(["qkv", "out"] if k.get("attention_bias", True) else []), "experts", "router"],
+        "attention_sinks": True,
+        "swiglu_alpha": k.get("swiglu_alpha", 1.702),
+        "swiglu_limit": k.get("swiglu_limit", 7.0),
+        "swiglu_offset": 1.0,
+        **_experts(k, "num_local_experts"),
+    }
+
+
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+_GPT_OSS_NAMES = {
+    f"moe/{ours}/{part}": f"mlp.experts.{theirs}{end}"
+    for ours, end in (("experts", ""), ("expert_biases", "_bias"))
+    for part, theirs in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj"))
+}
 _EACH_LAYER = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 MIXTURES: Mapping[str, Family] = {
     "mixtral": Family(
@@ -155,6 +179,15 @@ MIXTURES: Mapping[str, Family] = {
         only={"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True},
         has=words("num_local_experts partial_rotary_factor"),
         names=_names("block_sparse_moe", "w1", "w3", "w2", bias=""),
+    ),
+    "gpt_oss": Family(
+        architecture="GptOssForCausalLM",
+        options=_gpt_oss,
+        only={"hidden_act": "silu"},
+        writes=lambda c: {"swiglu_alpha": c.swiglu_alpha, "swiglu_limit": c.swiglu_limit},
+        has=words("layer_types num_local_experts"),
+        names={**_GPT_OSS_NAMES, "moe/router": "mlp.router", "attn/sinks": "self_attn.sinks"},
+        is_interleaved=True,
     ),
 }
 """By `model_type`."""

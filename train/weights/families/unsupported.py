@@ -16,12 +16,11 @@ QUANT_CONFIG = "hf_quant_config.json"
 UNQUANTISED = "the model that they were made from: `model.base_dtype: nf4` quantises its matrices here"
 """The remedy for files that are quantised."""
 _LACKING: Mapping[str, str] = {
-    "attention with sinks": "gpt_oss mimo_v2_flash",
     "chunked attention, and experts whose input is scaled": "llama4 llama4_text",
     "experts with a router of their own, with dense layers or shared experts": "bailing_moe dbrx ernie4_5_moe flex_olmo granitemoe "
     "granitemoeshared hunyuan_v1_moe phimoe solar_open step3p5 step3p7",
     "images, audio or other inputs": "llava mllama phi4mm pixtral smolvlm",
-    "layers of several sizes, or embeddings in each layer": "gemma3n gemma3n_text gemma4 gemma4_text nemotron-nas",
+    "layers of several sizes, or embeddings in each layer": "gemma3n gemma3n_text gemma4 gemma4_text mimo_v2_flash nemotron-nas",
     "linear attention, such as gated delta nets": "kimi_linear minimax olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_text qwen3_next",
     "multi-head latent attention": "deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 kimi_k25 longcat_flash minicpm3 mistral4 youtu",
     "multi-token prediction": "mimo",
