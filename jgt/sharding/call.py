@@ -87,20 +87,14 @@ def plan_call(
     traced = arguments.trace()
     program = traced.program
     site = CallContext.here(mesh, None if pipeline is None else (pipeline.signal, pipeline.axis))
-    # A pipeline runs parts of the program and rewrites each where it runs; here the whole is only checked.
-    applied = _apply_rules(arguments, program, rules, site, replacements_of(rules), pad=pad, applies=pipeline is None)
-    before = rules
-    if rules.otherwise is not None and not applied.fits(rules, partial=partial):
-        chosen = importlib.import_module("jgt.sharding.chosen")
-        rules = chosen.chosen_rules(rules, rules.otherwise, applied.params.places, site.sizes, pads=pad)
-    problems: list[str] = []
-    if traced.layouts:
-        kept = importlib.import_module("jgt.sharding.own.kept")
-        rules, problems = kept.with_own(rules, traced.layouts)
-        problems += kept.manual_problems(program, mesh)
-    if rules is not before:
-        applied = _apply_rules(arguments, program, rules, site, replacements_of(rules), pad=pad, applies=pipeline is None)
-    problems += applied.problems(rules, partial=partial)
+
+    def apply(rules: Rules) -> _Applied:
+        # A pipeline runs parts of the program and rewrites each where it runs; here the whole is only checked.
+        return _apply_rules(arguments, program, rules, site, replacements_of(rules), pad=pad, applies=pipeline is None)
+
+    applied, problems = _choose_rules(rules, traced, site, apply, partial=partial, pad=pad)
+    rules = applied.rules
+    problems += applied.problems(partial=partial)
     staged = StagedCall(parameters=applied.params.places, run=lambda arrays: evaluate(applied.program, arrays))
     # Staged even after problems, so that problems of the rules and of the pipeline are reported together.
     if pipeline is not None:
@@ -143,6 +137,25 @@ def plan_call(
     )
 
 
+def _choose_rules(
+    rules: Rules, traced: Traced, site: CallContext, apply: Callable[[Rules], _Applied], *, partial: bool, pad: bool
+) -> tuple[_Applied, list[str]]:
+    """The rules that decide, applied, and what is wrong with the program's own layouts.
+
+    They are the given ones, or those that are chosen for the program, with the layouts that it brings along.
+    """
+    applied = apply(rules)
+    if rules.otherwise is not None and not applied.fits(partial=partial):
+        chosen = importlib.import_module("jgt.sharding.chosen")
+        rules = chosen.chosen_rules(rules, rules.otherwise, applied.params.places, site.sizes, pads=pad)
+    problems: list[str] = []
+    if traced.layouts:
+        kept = importlib.import_module("jgt.sharding.own.kept")
+        rules, problems = kept.with_own(rules, traced.layouts)
+        problems += kept.manual_problems(traced.program, site.mesh)
+    return applied if rules is applied.rules else apply(rules), problems
+
+
 def _others(numbers: Sequence[int | None], num_params: int, dims: Sequence[Dims]) -> dict[int, Dims | None]:
     """By leaf, the dims of what the first argument contains beside parameters; None for a value that is not an array."""
     others = {leaf: number for leaf, number in enumerate(numbers) if number is None or number >= num_params}
@@ -157,27 +170,29 @@ class _Applied:
     values of the program.
     """
 
+    rules: Rules
     site: CallContext
     params: ArgumentSpecs
     inputs: ArgumentSpecs
     program: Program
     answers: RuleAnswers
 
-    def problems(self, rules: Rules, *, partial: bool) -> list[str]:
+    def problems(self, *, partial: bool) -> list[str]:
         """Everything that is wrong with the rules in this call; with `partial`, rules may match nothing."""
         matches = (*self.params.matches, *self.inputs.matches, *self.answers.matches)
         problems = [
-            *rules.axis_problems(self.site.mesh.axis_names),
+            *self.rules.axis_problems(self.site.mesh.axis_names),
             *(problem for match in matches for problem in match.problems),
             *self.params.problems,
             *self.inputs.problems,
             *self.answers.problems,
         ]
-        return problems if partial else [*problems, *self._unreached(rules)]
+        return problems if partial else [*problems, *self._unreached(self.rules)]
 
-    def fits(self, rules: Rules, *, partial: bool) -> bool:
+    def fits(self, *, partial: bool) -> bool:
         """Whether the rules are about this program: some decide, each of them does (not with `partial`), and each has the right rank."""
         # What matches nothing in a file of the user's own is a mistake, and will be reported.
+        rules = self.rules
         if not rules.is_shipped:
             return bool(rules.signals or rules.params or rules.optimizer)
         matches = (*self.params.matches, *self.answers.matches)
@@ -208,7 +223,7 @@ def _apply_rules(
     inputs = input_specs(arguments.inputs, len(arguments.parameters), rules, site)
     pins = {**params.pins, **inputs.pins}
     program, answers = rewrite(program, pins, rules, site, replacements, parameters=params.places, applies=applies)
-    return _Applied(site=site, params=params, inputs=inputs, program=program, answers=answers)
+    return _Applied(rules=rules, site=site, params=params, inputs=inputs, program=program, answers=answers)
 
 
 def _forms(placement: Placement, stored: StoredCall | None, *, finely: bool) -> dict[str, Form]:

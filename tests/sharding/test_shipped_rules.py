@@ -10,7 +10,7 @@ import pytest
 from jgt.planner.hlo.instruction import COLLECTIVES
 from jgt.planner.hlo.text import Module
 from jgt.program.dims import show_dims
-from jgt.sharding.partitioner.avoid import without_faults
+from jgt.sharding.partitioner.corrected import without_faults
 from train.config import load
 from train.setup import prepare
 

@@ -71,9 +71,7 @@ class AxisGrid:
 
     def constrain(self, value: Any, layout: Splits, mesh: Any) -> Any:
         """A value that is constrained to a layout, where operations are inserted now."""
-        dims = [
-            sdy.DimensionShardingAttr.get([self._reference(sub_axis) for sub_axis in join_parts(axes)], is_closed=True) for axes in layout
-        ]
+        dims = [sdy.DimensionShardingAttr.get([self._reference(a) for a in join_parts(axes)], is_closed=True) for axes in layout]
         return sdy.ShardingConstraintOp(value, sdy.TensorShardingAttr.get(mesh, dims)).result
 
     def move(self, value: Any, before: Splits, after: Splits, mesh: Any) -> Any:
@@ -119,6 +117,5 @@ def join_parts(axes: Sequence[SubAxis]) -> list[SubAxis]:
 
 def _references(sharding: Any) -> list[list[Any]]:
     """The axes, or parts of axes, that a sharding names for each dim."""
-    if sharding is None:
-        return []
-    return [[sdy.AxisRefAttr(ref) for ref in sdy.DimensionShardingAttr(dim).axes] for dim in sharding.dimension_shardings]
+    dims = () if sharding is None else sharding.dimension_shardings
+    return [[sdy.AxisRefAttr(ref) for ref in sdy.DimensionShardingAttr(dim).axes] for dim in dims]

@@ -162,10 +162,9 @@ def _shares_updates(op: Any, layouts: Sequence[Splits]) -> bool:
 
 def _hold_operands(op: Any) -> None:
     """Hides from XLA how the operands were made: by a slice that it would merge with a scatter's own, or by a broadcast."""
-    count = len(op.results)
-    held = stablehlo.OptimizationBarrierOp(list(op.operands)[:count]).results
-    for n in range(count):
-        op.operands[n] = held[n]
+    held = stablehlo.OptimizationBarrierOp(list(op.operands)[: len(op.results)]).results
+    for n, value in enumerate(held):
+        op.operands[n] = value
 
 
 def _repeated_dims(value: Any, depth: int = 32) -> set[int]:

@@ -13,15 +13,7 @@ from jgt.sharding.partitioner.dims import READERS
 from jgt.sharding.partitioner.faults import better_layouts
 from jgt.sharding.partitioner.grid import AxisGrid, Splits
 from jgt.sharding.partitioner.mends import Mend, has_mends, mends_for
-from jgt.sharding.partitioner.shardy import (
-    NUMBER,
-    choose_layouts,
-    inline_calls,
-    meshes_of,
-    operations,
-    sharding_of,
-    type_shape,
-)
+from jgt.sharding.partitioner.shardy import NUMBER, choose_layouts, inline_calls, meshes_of, operations, sharding_of, type_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,17 +85,14 @@ class Placed:
     def layouts(self) -> list[OperationLayout]:
         """The layouts of the operations that another layout could mend."""
         found: list[OperationLayout] = []
-        for op in self.ops:
-            if op.name in READERS:
-                dims = READERS[op.name](op)
-                values = [[*op.operands, *op.results][n] for n in dims.arrays]
-                if (read := self._read(op, values)) is not None:
-                    given, grid, mesh = read
-                    better = better_layouts(dims, given, [type_shape(value) for value in values], grid)
-                    number = _number_of(op)
-                    found.append(
-                        OperationLayout(number=number, name=op.name, arrays=dims.arrays, given=given, better=better, grid=grid, mesh=mesh)
-                    )
+        for op in (op for op in self.ops if op.name in READERS):
+            dims = READERS[op.name](op)
+            values = [[*op.operands, *op.results][n] for n in dims.arrays]
+            if (read := self._read(op, values)) is not None:
+                given, grid, mesh = read
+                better = better_layouts(dims, given, [type_shape(value) for value in values], grid)
+                n, arrays = _number_of(op), dims.arrays
+                found.append(OperationLayout(number=n, name=op.name, arrays=arrays, given=given, better=better, grid=grid, mesh=mesh))
         return found
 
     def mended(self, platform: str) -> list[MendedOperation]:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jgt
 from jgt.program import scopes
 from jgt.sharding.partitioner import avoid_faults, avoided_faults, with_faults
-from jgt.sharding.partitioner.avoid import without_faults
+from jgt.sharding.partitioner.corrected import without_faults
 
 THREE, TWO, WIDE = {"d": 2, "f": 2, "t": 2}, {"d": 4, "t": 2}, {"d": 2, "t": 4}
 DIMS = ("NHWC", "HWIO", "NHWC")

@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxlib.mlir import ir
 import jgt
-from jgt.sharding.partitioner import avoid, placed
+from jgt.sharding.partitioner import corrected, placed
 
 mesh = jgt.make_mesh({"d": 2, "f": 2, "t": 2})
 put = lambda x, *spec: lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
@@ -36,7 +36,7 @@ lowered.compile()
 module = lowered.compiler_ir()
 with module.context, ir.Location.unknown():
     layouts = [op.given for op in placed.Placed.of(module).layouts() if len(op.arrays) == 3]
-    print(json.dumps([avoid.layout_text(given[-1:] * 2).split(" -> ")[1] for given in layouts]))
+    print(json.dumps([corrected.layout_text(given[-1:] * 2).split(" -> ")[1] for given in layouts]))
 """
 
 
