@@ -332,7 +332,7 @@ def test_a_call_loads_what_its_rules_and_its_program_ask_for():
     assert {path for path in plain if replacements in path.parents} == {replacements / "__init__.py", replacements / "replacement.py"}
     assert not {ROOT / "jgt" / "api" / "verify.py", ROOT / "jgt" / "document" / "reader.py"} & plain
     assert ROOT / "jgt" / "sharding" / "partitioner" / "avoid.py" in plain
-    assert lines_in(plain) <= 6_425
+    assert lines_in(plain) <= 6_450
 
 
 def test_signals_load_experts_only_for_a_model_that_calls_them():

@@ -26,7 +26,8 @@ from jgt.rules.matching import (
     match_tensor,
 )
 from jgt.rules.pattern import matches, prefixes
-from jgt.rules.rules import Action, BackwardRule, ContextRule, ExpertsRule, Match, OverlapRule, Own, Rules, SaveRule, SignalRule, SplitRule
+from jgt.rules.rules import Match, Own, Rules, SplitRule
+from jgt.rules.signals import Action, BackwardRule, ContextRule, ExpertsRule, OverlapRule, SaveRule, SignalRule
 from jgt.rules.spec import SpecRule, misfits
 
 __all__ = [

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from jgt.document import nearest
 from jgt.rules.pattern import matches, matches_end, prefixes
-from jgt.rules.rules import ContextRule, ExpertsRule, Match, OverlapRule, Rules, SaveRule, SignalRule, Slot
+from jgt.rules.rules import Match, Rules, Slot
+from jgt.rules.signals import ContextRule, ExpertsRule, OverlapRule, SaveRule, SignalRule
 from jgt.rules.spec import SpecRule
 
 _MOST_PATHS = 8

@@ -15,7 +15,8 @@ from typing import Any, cast
 from jgt import document
 from jgt.document import InputError, Node, bind
 from jgt.rules.axes import Group, read_group
-from jgt.rules.rules import Rules, SignalRule
+from jgt.rules.rules import Rules
+from jgt.rules.signals import SignalRule
 
 
 @dataclass(frozen=True, kw_only=True)

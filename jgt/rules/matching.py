@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
 from jgt.rules.pattern import matches, matches_end
-from jgt.rules.rules import Candidate, ContextRule, ExpertsRule, Match, OverlapRule, Rules, RuleType, SaveRule, first_match
+from jgt.rules.rules import Candidate, Match, Rules, RuleType, first_match
+from jgt.rules.signals import ContextRule, ExpertsRule, OverlapRule, SaveRule
 from jgt.rules.spec import SpecRule
 
 

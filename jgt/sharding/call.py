@@ -140,10 +140,7 @@ def plan_call(
 def _choose_rules(
     rules: Rules, traced: Traced, site: CallContext, apply: Callable[[Rules], _Applied], *, partial: bool, pad: bool
 ) -> tuple[_Applied, list[str]]:
-    """The rules that decide, applied, and what is wrong with the program's own layouts.
-
-    They are the given ones, or those that are chosen for the program, with the layouts that it brings along.
-    """
+    """Applies the given rules, or those chosen for the program, with its own layouts. Returns also what is wrong with the latter."""
     applied = apply(rules)
     if rules.otherwise is not None and not applied.fits(partial=partial):
         chosen = importlib.import_module("jgt.sharding.chosen")
@@ -192,13 +189,12 @@ class _Applied:
     def fits(self, *, partial: bool) -> bool:
         """Whether the rules are about this program: some decide, each of them does (not with `partial`), and each has the right rank."""
         # What matches nothing in a file of the user's own is a mistake, and will be reported.
-        rules = self.rules
-        if not rules.is_shipped:
-            return bool(rules.signals or rules.params or rules.optimizer)
+        if not self.rules.is_shipped:
+            return bool(self.rules.signals or self.rules.params or self.rules.optimizer)
         matches = (*self.params.matches, *self.answers.matches)
         if any(match.problems for match in matches) or not any(match.decided for match in matches):
             return False
-        return partial or not any(self._unreached(replace(rules, inputs=())))
+        return partial or not any(self._unreached(replace(self.rules, inputs=())))
 
     def _unreached(self, rules: Rules) -> Iterator[str]:
         answers, matches = self.answers, (*self.params.matches, *self.inputs.matches, *self.answers.matches)

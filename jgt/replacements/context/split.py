@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jgt.program.dims import Dims
 from jgt.replacements.context.blocks import BlockKernel
 from jgt.replacements.context.proof import Attention
-from jgt.rules.rules import Method
+from jgt.rules.signals import Method
 
 
 @dataclass(frozen=True, kw_only=True)
