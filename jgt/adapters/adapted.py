@@ -210,15 +210,19 @@ class Adapted:
         if first is None or second is None:
             return product
         precision = {name: equation.params[name] for name in ("precision", "preferred_element_type")}
-        numbers = ((of_other, first.at(contracted)), (batch, first.at(shared)))
+        # Heads of outputs may be shared dims that one factor has, as where queries are multiplied by the matrix that makes keys.
+        of_dim = dict(zip(batch, shared, strict=True))
+        pairs = [(dim, label) for dim, label in of_dim.items() if label in first.labels]
+        numbers = ((of_other, first.at(contracted)), (tuple(dim for dim, _ in pairs), first.at([label for _, label in pairs])))
         inner = jax.lax.dot_general(self._dropped(other), first.array, numbers, **precision) * self.scale  # [*shared, *rest, rank]
-        count = len(shared)
-        second = second.ordered([*shared, RANK, *free])
-        numbers = (((inner.ndim - 1,), second.at([RANK])), (tuple(range(count)), second.at(shared)))
-        update = jax.lax.dot_general(inner.astype(second.array.dtype), second.array, numbers, **precision)  # [*shared, *rest, *free]
-        if is_left:
-            rest = inner.ndim - 1
-            update = jnp.transpose(update, (*range(count), *range(rest, update.ndim), *range(count, rest)))
+        begun = [label for _, label in pairs]
+        kept = [*begun, *(of_dim.get(n, n) for n in range(other.ndim) if n not in of_other and of_dim.get(n) not in begun)]
+        both = [label for label in shared if label in second.labels]
+        second = second.ordered([*both, RANK, *free])
+        numbers = (((inner.ndim - 1,), second.at([RANK])), (tuple(map(kept.index, both)), second.at(both)))
+        update = jax.lax.dot_general(inner.astype(second.array.dtype), second.array, numbers, **precision)
+        made, rest = [*both, *(one for one in kept if one not in both), *free], [one for one in kept if one not in shared]
+        update = jnp.transpose(update, [*map(made.index, [*shared, *free, *rest] if is_left else [*shared, *rest, *free])])
         return product + update.reshape(product.shape)
 
     def multiplied_by_group(self, equation: Equation, operands: Sequence[Any]) -> jax.Array:
@@ -248,7 +252,7 @@ class Adapted:
                 self.roles.learn(_roots(contracted), _roots(free))
             return None, None
         for first, second in ((a, b), (b, a)):
-            if {*contracted, *shared, RANK} == {*first.labels} and {*shared, RANK} <= {*second.labels}:
+            if {*contracted, RANK} <= {*first.labels} <= {*contracted, *shared, RANK} and {*free, RANK} <= {*second.labels}:
                 dtype = self.matrix.array.dtype
                 return Labelled(first.array.astype(dtype), first.labels), Labelled(second.array.astype(dtype), second.labels)
         raise UnsupportedError(_DIFFERENT)

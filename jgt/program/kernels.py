@@ -50,11 +50,13 @@ def kernel_of(primitive: str) -> CustomKernel | None:
 
 def _cudnn_traced_flops(primitive: str, params: Mapping[str, object], shapes: Sequence[Shape]) -> int:
     """Two matmuls forward, four backward: backward computes the scores a second time, which is overhead and does not count."""
-    query, key = shapes[:2]
+    query, key, value = shapes[:3]
     # JAX's layouts: 0 is [batch, seq, heads, head], 1 is [batch, heads, seq, head].
     num_keys = key[2 if params["layout"] else 1]
     is_causal = "CAUSAL" in str(params["mask_type"])
-    return attention_flops(math.prod(query) * num_keys, 2 if "_fwd" in primitive else 4, is_causal=is_causal)
+    # Half of the matmuls have the width of queries and keys, the others that of values.
+    multiply_adds = math.prod(query[:-1]) * num_keys * (query[-1] + value[-1])
+    return attention_flops(multiply_adds, 1 if "_fwd" in primitive else 2, is_causal=is_causal)
 
 
 def attention_flops(multiply_adds: int, num_matmuls: int, *, is_causal: bool) -> int:

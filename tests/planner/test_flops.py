@@ -13,6 +13,7 @@ from jgt.planner.flops import Flops, flops
 from jgt.planner.hlo.origin import Origin
 from jgt.planner.signals import signal_rows
 from jgt.planner.timeline import Cost, Walk
+from jgt.program.kernels import CUDNN
 from train.config import load
 from train.setup import prepare
 
@@ -57,6 +58,13 @@ def test_attention_of_cudnn_counts_as_xlas_but_for_what_a_causal_mask_leaves_out
     with described():
         found, full = (counted(lambda q, k, v, kernel=kernel: gradient(q, k, v, kernel), q, k, k) for kernel in ("cudnn", "xla"))
     assert found == tuple(share * count for count in full)
+
+
+@pytest.mark.parametrize(("primitive", "matmuls"), [("fwd", 1), ("bwd", 2)])
+def test_attention_of_cudnn_counts_the_width_of_values(primitive, matmuls):
+    shapes, params = [(2, 64, 4, 24), (2, 64, 4, 24), (2, 64, 4, 16)], {"layout": 0, "mask_type": "MaskType.CAUSAL"}
+    found = CUDNN.traced_flops(f"dot_product_attention_{primitive}_wrapper", params, shapes)
+    assert found == matmuls * 2 * (2 * 4 * 64 * 64) * (24 + 16) // 2
 
 
 @pytest.mark.parametrize(

@@ -69,4 +69,4 @@ def _tensor_parts(source: Source, place: Span, value: np.ndarray) -> Iterator[Pi
         name = source.at([span.start + n for span, n in zip(stacked, index, strict=True)])
         for run, own in runs:
             slices, part = (*inner[:-1], run), value[index][..., own]
-            yield (name, slices[::-1], part.T) if source.is_transposed else (name, slices, part)
+            yield name, tuple(source.turned(slices)), part.swapaxes(-1, -2) if source.is_transposed else part

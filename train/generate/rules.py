@@ -6,7 +6,7 @@ first token. Three things differ from training:
 - Parameters are not split over the axes of the batch, as FSDP splits them. Experts stay where their rule has them.
 - A step has one token of each row, so nothing but a cache is split along the sequence.
 - The cache [b, n, k, h] is laid out by the rules of the tensors `k_cache` and `v_cache`; without any it is as `k` and `v` are. Axes that
-  do not divide the key/value heads do not split them.
+  do not divide the key/value heads do not split them. That of latent attention has one head, and `k` and `v` have all of them.
 """
 
 from __future__ import annotations
@@ -36,15 +36,17 @@ def rules_of(run: Run, mesh: Mapping[str, int], *, gathers: bool = False) -> tup
     rules = run.rules if path is None or gathers else make_rules(read(path, Rules.FOLDER))
     found = rules.match_input("batch/inputs", 2).rule
     batch = () if found is None else found.dims(2)[0]
-    kv_heads = model.num_kv_heads if isinstance(model, ModelConfig) else None
+    kv_heads = (model.kept_sizes[0], model.num_kv_heads) if isinstance(model, ModelConfig) else None
     return generation_rules(rules, batch, mesh, kv_heads, gathers=gathers), batch
 
 
-def generation_rules(rules: Rules, batch: Axes, mesh: Mapping[str, int], kv_heads: int | None, *, gathers: bool = False) -> Rules:
+def generation_rules(
+    rules: Rules, batch: Axes, mesh: Mapping[str, int], kv_heads: tuple[int, int] | None, *, gathers: bool = False
+) -> Rules:
     """The rules of generation. batch: the axes that split rows.
 
-    kv_heads: the number of key and value heads of a decoder with a cache; None for a model of another kind. gathers: parameters
-    remain split as in training.
+    kv_heads: the number of heads in the cache of a decoder, and of key and value heads; None for a model of another kind. gathers:
+    parameters remain split as in training.
     """
     gathered = () if gathers else batch
     signals = tuple(_of_one_token(rule, gathered) for rule in rules.signals)
@@ -52,8 +54,8 @@ def generation_rules(rules: Rules, batch: Axes, mesh: Mapping[str, int], kv_head
     named = tuple(spec for spec in rules.inputs if "cache" in spec.pattern)
     tree: dict[str, Any] = {"inputs": {"tokens": [[*batch], ...], "lengths": [[*batch]], "cache/**": [[*batch], ...]}}
     if kv_heads is not None:
-        layout = {name: _layout(rules, name, batch, mesh, kv_heads) for name in _KEYS}
-        tree["signals"] = {_ATTENTION: {"tensors": {f"{name}_cache": spec for name, spec in layout.items()} | _of_keys(rules, layout)}}
+        layout, of_keys = ({name: _layout(rules, name, batch, mesh, heads) for name in _KEYS} for heads in kv_heads)
+        tree["signals"] = {_ATTENTION: {"tensors": {f"{name}_cache": spec for name, spec in layout.items()} | _of_keys(rules, of_keys)}}
         stacks = {f"cache/full/{n}": _of_stack(layout[name]) for n, name in zip(("keys", "values"), _KEYS, strict=True)}
         # The slots of a window need not be divisible.
         windows = {path.replace("full", "window"): [*spec[:3], None, *spec[4:]] for path, spec in stacks.items()}

@@ -79,7 +79,7 @@ class Attention(nnx.Module):
         cache = written(cache, new, flags.place, flags.is_full)
 
         def over(stack: KeysValues) -> jax.Array:
-            keys, values = layer_of(stack, flags.place)
+            keys, values = self._read(layer_of(stack, flags.place))
             is_seen = seen(keys.shape[1], cache.step, lengths - 1)
             return attend_to(q, keys, values, is_seen[:, None, None, None, :], **self._options())
 
@@ -89,6 +89,10 @@ class Attention(nnx.Module):
         stack = window if full is None else full
         assert stack is not None
         return over(stack), cache
+
+    def _read(self, kept: KeysValues) -> KeysValues:
+        """The keys and values that queries meet, from what a cache keeps of a layer."""
+        return kept
 
     def _options(self) -> dict[str, Any]:
         return self.options if self.sinks is None else {**self.options, "sinks": self.sinks[...]}

@@ -10,6 +10,8 @@ Layers with a window have a stack of their own, of no more slots than the window
 A stack has its heads before its slots, as the matmuls of attention read it. XLA for GPUs would transpose the stack for every token if it
 had another order.
 
+Latent attention keeps latents and rotated keys in the place of keys and values, as of one head; their widths differ.
+
 L layers of a stack, b rows, n slots, s tokens, k key/value heads, h head size.
 """
 

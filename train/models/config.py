@@ -15,9 +15,8 @@ from ..files.bucket import PathOrUrl
 from ..settings.code.names import OR_OWN, is_name
 from ..settings.sections import OTHER_WORDS
 from .experts.config import ExpertsConfig
-from .options import BiasName, Options
+from .options import BiasName, Options, Width
 
-Width = Annotated[int, Bound(low=1, high=1_000_000)]
 Heads = Annotated[int, Bound(low=1, high=10_000)]
 Large = Annotated[int, Bound(low=1, high=10_000_000)]
 
@@ -122,6 +121,17 @@ class ModelConfig(Options):
         return self.head_dim or self.embed // self.heads
 
     @property
+    def value_size(self) -> int:
+        """The width of the values of one head."""
+        return (self.latent and self.latent.value_dim) or self.head_size
+
+    @property
+    def kept_sizes(self) -> tuple[int, int, int]:
+        """What a layer keeps of a token in a cache: a number of heads, and the widths of its two arrays."""
+        latent = self.latent
+        return (self.num_kv_heads, self.head_size, self.head_size) if latent is None else (1, latent.rank, latent.rope_dim)
+
+    @property
     def ffn_size(self) -> int:
         """The width of the MLP."""
         # A gated MLP has three matrices where another has two: 2/3 of 4 x embed has as many parameters, rounded up to a multiple of 64.
@@ -153,7 +163,7 @@ class ModelConfig(Options):
         # The tokens that a token sees on average: half of the sequence, or a window that is shorter for the first tokens.
         seen = (self.layers - windowed) * self.seq / 2 + windowed * (window - window**2 / (2 * self.seq))
         # Scores and weighted values are two matmuls of 2 FLOPs each. Forward and backward make it three times as much.
-        attention = 12 * self.heads * self.head_size * seen
+        attention = 6 * self.heads * (self.head_size + self.value_size) * seen
         idle = looked_up + self.idle_parameters
         return 6.0 * (num_parameters - idle) - 2.0 * max(num_frozen - idle, 0) + attention
 
@@ -164,7 +174,9 @@ class ModelConfig(Options):
             yield "heads", f"embed {self.embed} is not divisible by heads {self.heads}. Change one of them, or give head_dim"
         if self.heads % self.num_kv_heads:
             yield "kv_heads", f"heads {self.heads} is not divisible by kv_heads {self.num_kv_heads}. Use a divisor of {self.heads}"
-        if self.positions == "rotary" and self.head_size % 2:
+        if self.latent is not None and self.num_kv_heads != self.heads:
+            yield "kv_heads", f"{self.kv_heads}, but with latent each of the {self.heads} heads has keys of its own. Leave it out"
+        if self.positions == "rotary" and self.latent is None and self.head_size % 2:
             if self.head_dim is not None:
                 yield "head_dim", f"RoPE rotates pairs, but heads have the odd size {self.head_size}. Use an even size"
             elif self.embed % self.heads == 0:

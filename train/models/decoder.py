@@ -31,6 +31,7 @@ from .experts.balance import Routed
 from .experts.config import ExpertsConfig
 from .kernels import XLA, AttentionKernel
 from .linear import cheap, compute_type, make_norm
+from .mla import LatentAttention
 from .mlp import MLP
 from .model import Model, Table, Terms, Vector, of_nnx
 from .moe import MoE
@@ -149,7 +150,7 @@ class Block(nnx.Module):
         norm = partial(make_norm, config, config.embed, rngs)
         is_before, is_after = config.norm_place != "after", config.norm_place != "before"
         self.attn_norm = norm() if is_before else None
-        self.attn = Attention(config, attend=attention.attend, rngs=rngs)
+        self.attn = (Attention if config.latent is None else LatentAttention)(config, attend=attention.attend, rngs=rngs)
         self.mlp_norm = norm() if is_before and config.parallel != "one_norm" else None
         self.mlp: Any = MLP(config, rngs=rngs) if config.experts is None else None
         self.moe = None if config.experts is None else MoE(config, rngs=rngs)

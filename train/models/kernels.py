@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from .config import ModelConfig
 
@@ -98,7 +99,8 @@ def _cudnn_obstacle(config: ModelConfig, device: Any, sharing: int) -> str:
     if config.num_kv_heads % sharing:
         return f"its {config.num_kv_heads} kv_heads do not divide over the {sharing} devices of a pipeline's stage"
     # [1, s, n, h] and [1, s, k, h]
-    q, k = (jax.ShapeDtypeStruct((1, config.seq, n, config.head_size), jnp.bfloat16) for n in (config.heads, config.num_kv_heads))
+    sizes = ((config.heads, config.head_size), (config.num_kv_heads, config.head_size), (config.num_kv_heads, config.value_size))
+    q, k, v = (jax.ShapeDtypeStruct((1, config.seq, *size), jnp.bfloat16) for size in sizes)
 
     def summed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         window = {} if config.window is None or config.window >= config.seq else {"window": config.window}
@@ -106,7 +108,7 @@ def _cudnn_obstacle(config: ModelConfig, device: Any, sharing: int) -> str:
 
     try:
         # The gradient is traced too, because the backward kernel has other conditions.
-        jax.eval_shape(partial(jax.grad(summed), q), k, k)
+        jax.eval_shape(partial(jax.grad(summed), q), k, v)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         # JAX knows best which sizes this cuDNN supports on this GPU, and raises while it traces.
         return str(error).splitlines()[0].rstrip(".")
@@ -149,13 +151,14 @@ def attend_to(
 ) -> jax.Array:
     """Queries [b, t, n, h], and keys and values [b, s, k, h] of which each query sees some, bool [b, 1, 1, t, s] → [b, t, n, h]."""
     (b, t, _, h), heads = q.shape, k.shape[2]
+    # The heads of queries and keys have one width, those of values and results may have another.
     # [b, t, n, h] → [b, t, k, g, h]: the query heads of a key/value head are neighbours.
     grouped = q.reshape(b, t, heads, -1, h)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32) * (scale or h**-0.5)
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
     sinks = None if sinks is None else sinks.reshape(1, heads, -1, 1, 1)
-    return jnp.einsum("bkgts,bskh->btkgh", _probabilities(scores, is_seen, sinks, v.dtype), v).reshape(q.shape)
+    return jnp.einsum("bkgts,bskh->btkgh", _probabilities(scores, is_seen, sinks, v.dtype), v).reshape(*q.shape[:3], -1)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -198,6 +201,11 @@ _probabilities.defvjp(_forward, _backward)
 
 
 def _attend_by_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, window: int | None = None, **options: Any) -> jax.Array:
+    if q.shape[-1] != v.shape[-1]:
+        # JAX's public function has values of the keys' width only, though the kernel has others (multi-head latent attention).
+        options = {"scale": q.shape[-1] ** -0.5, "sliding_window_length": window, **options}
+        made: Any = cudnn.dot_product_attention(q, k, v, mask_type=cudnn.MaskType.CAUSAL, **options)
+        return made
     limited = {} if window is None else {"local_window_size": (window - 1, 0)}
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn", **limited, **options)
 

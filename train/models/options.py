@@ -18,6 +18,7 @@ from ..settings.numbers import NotNegative, Positive
 Length = Annotated[int, Bound(low=1, high=100_000_000)]
 BiasName = Literal["qkv", "out", "mlp", "head", "experts", "router"]
 LayerNumber = Annotated[int, Bound(low=0, high=9_999)]
+Width = Annotated[int, Bound(low=1, high=1_000_000)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,30 @@ class RopeScaling:
             yield "kind", "longrope needs the divisors short and long"
         if self.kind == "llama3" and not self.low < self.high:
             yield "high", f"{self.high} is not above low {self.low}"
-        if self.kind == "yarn" and not self.slow < self.fast:
-            yield "fast", f"{self.fast} is not above slow {self.slow}"
+        if self.kind == "yarn" and not self.slow <= self.fast:
+            yield "fast", f"{self.fast} is below slow {self.slow}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """`model.latent`: multi-head latent attention (MLA, arXiv 2405.04434). Keys and values of all heads are made of one latent of a token.
+
+    A key is made of the latent but for its last elements, which are rotated and the same for all heads. A cache has the latent and these.
+
+    rank: the width of the latent.
+    query_rank: the width of another latent, of which queries are made; null: they are made of the residual stream.
+    rope_dim: the number of a head's last elements that are rotated; `head_dim` counts them too.
+    value_dim: the width of a head's values; null: `head_dim`.
+    norm_eps: the epsilon of the latents' norms.
+    longest: the length up to which a model with sparse attention, which jgt does not compute, sees all tokens; null: any.
+    """
+
+    rank: Width = 64
+    query_rank: Width | None = None
+    rope_dim: Width = 16
+    value_dim: Width | None = None
+    norm_eps: Positive = 1e-6
+    longest: Length | None = None
 
 
 _KEYS = {
@@ -88,6 +111,7 @@ class Options:
     window: the number of tokens that a token sees, itself included (sliding-window attention); null: all earlier ones.
     window_theta: `rope_theta` of layers with a window, where it differs; it is never scaled.
     full_layers: layers without the window, counted from 0.
+    latent: keys and values of all heads are made of one latent (MLA); null: each has a matrix of its own.
     norm: RMSNorm; RMSNorm whose factor is 1 + scale; LayerNorm; LayerNorm without a bias.
     norm_place: norms before attention and MLP, after them, or both.
     norm_eps: the epsilon of the norms.
@@ -117,6 +141,7 @@ class Options:
     window: Length | None = None
     window_theta: Positive | None = None
     full_layers: tuple[LayerNumber, ...] = ()
+    latent: LatentConfig | None = None
     norm: Literal["rms", "rms_plus_one", "layer", "layer_unbiased"] = "rms"
     norm_place: Literal["before", "after", "both"] = "before"
     norm_eps: Positive = 1e-5
@@ -138,9 +163,12 @@ class Options:
 
     def option_problems(self, layers: int, head_size: int, seq: int) -> Iterator[tuple[str, str]]:
         """Options that do not fit each other, these layers, heads of this size or sequences of this length."""
-        yield from self._rope_problems(int(head_size * self.rope_share))
+        rotated = int((head_size if self.latent is None else self.latent.rope_dim) * self.rope_share)
+        yield from self._rope_problems(rotated)
         if self.rope_scaling is not None:
-            yield from self._scaling_problems(self.rope_scaling, int(head_size * self.rope_share), seq)
+            yield from self._scaling_problems(self.rope_scaling, rotated, seq)
+        if self.latent is not None:
+            yield from self._latent_problems(self.latent, head_size, seq)
         for name in ("unrotated_layers", "full_layers"):
             beyond = [n for n in getattr(self, name) if n >= layers]
             if beyond:
@@ -154,6 +182,20 @@ class Options:
                 yield name, f"only a gated MLP with silu has it. Leave {name} out, or use gated: true and activation: silu"
         if self.parallel and self.norm_place != "before":
             yield "parallel", "a parallel block has norms before its parts only. Leave norm_place out"
+
+    def _latent_problems(self, latent: LatentConfig, head_size: int, seq: int) -> Iterator[tuple[str, str]]:
+        if not latent.rope_dim < head_size:
+            yield "latent", f"rope_dim {latent.rope_dim} is not below the {head_size} elements of a head. Change it, or head_dim"
+        if latent.rope_dim % 2:
+            yield "latent", f"RoPE rotates pairs, but rope_dim is the odd number {latent.rope_dim}. Use an even number"
+        if self.positions != "rotary" or self.qk_norm is not None or self.rope_share != 1:
+            yield (
+                "latent",
+                "it rotates rope_dim elements, and has norms of its own. Leave out positions, rope_share and qk_norm, or latent",
+            )
+        if latent.longest is not None and seq > latent.longest:
+            why = f"beyond {latent.longest:,} tokens the model's attention is sparse, which jgt does not compute"
+            yield "seq", f"{why}. Use {latent.longest} at most"
 
     def _rope_problems(self, rotated: int) -> Iterator[tuple[str, str]]:
         """rotated: the number of rotated elements of a head."""

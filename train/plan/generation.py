@@ -143,14 +143,14 @@ def _local_shape(x: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:
 
 
 def _formula_bytes(config: ModelConfig, cache: Cache, rows: int, slots: int) -> int:
-    """The bytes of a decoder's cache on one device: 2 · kv_heads · head_dim numbers for each layer and token, and the step."""
-    full, windowed = kinds_of(config)
+    """The bytes of a decoder's cache on one device: `kept_sizes` numbers for each layer and token, and the step."""
+    (full, windowed), (heads, *widths) = kinds_of(config), config.kept_sizes
 
     def stack(arrays: KeysValues | None, layers: int, tokens: int) -> int:
         if arrays is None:
             return 0
         shards = math.prod(arrays.keys.shape) // math.prod(_local_shape(arrays.keys))
-        numbers = layers * rows * tokens * 2 * config.num_kv_heads * config.head_size
+        numbers = layers * rows * tokens * heads * sum(widths)
         return numbers * arrays.keys.dtype.itemsize // shards
 
     return stack(cache.full, len(full), slots) + stack(cache.window, len(windowed), min(slots, config.window or slots)) + 4

@@ -19,6 +19,7 @@ from ..files.cache import local_folder
 from ..models.config import ModelConfig
 from .families.families import FAMILIES
 from .families.family import Family, words
+from .families.latents import INDEXERS, SPARSE, dense
 from .families.multimodal import OTHER_PARTS, TEXT_PARTS
 from .families.unsupported import QUANT_CONFIG, quantised, quantised_by, why_unsupported
 from .foreign import inside, read_json
@@ -41,9 +42,9 @@ class Described:
     """A published model: the folder or file that was named, what its config.json says, its family and the keys of the model section.
 
     config: its contents, or those of the text part. names: tensors that have other names in the folder than in files of the family. others:
-    the beginnings of the names of tensors of other parts, which are left out. block: the rows and columns of a
-    block of a matrix in eight bits, which has one scale; (0, 0): the whole matrix; None: matrices are not in eight bits. is_mxfp4: whether
-    experts are in four bits (mxfp4).
+    the beginnings of the names of tensors of other parts, which are left out, or with a point what is inside of them. block: the rows and
+    columns of a block of a matrix in eight bits, which has one scale; (0, 0): the whole matrix; None: matrices are not in eight bits.
+    is_mxfp4: whether experts are in four bits (mxfp4).
     """
 
     path: Path
@@ -84,6 +85,10 @@ def described_by(config: Mapping[str, Any], file: Path) -> Described:
         whole.finish(file)
         kind = config["model_type"]
         config["architectures"] = [FAMILIES[kind].architecture]
+    names, others = ({}, ()) if part is None else (part.names, OTHER_PARTS)
+    if isinstance(kind, str) and kind in SPARSE:
+        config, others = dense(kind, config), (*others, INDEXERS)
+        kind = config["model_type"]
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise InputError([f"{file}: model_type: {shown(kind)}{why_unsupported(str(kind), [*FAMILIES, *TEXT_PARTS])}"])
@@ -101,7 +106,6 @@ def described_by(config: Mapping[str, Any], file: Path) -> Described:
     if options.get("kind") != "gpt":
         # A sequence of the greatest length that the model was made for is more than most devices hold.
         options["seq"] = min(options["seq"] or MOST_TOKENS, MOST_TOKENS)
-    names, others = ({}, ()) if part is None else (part.names, OTHER_PARTS)
     return Described(
         path=file,
         config=config,

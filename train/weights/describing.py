@@ -18,7 +18,7 @@ from jgt.document import InputError, Node, bind, shown
 
 from ..models.config import ModelConfig
 from ..models.experts.config import ExpertsConfig, GroupsConfig
-from ..models.options import RopeScaling
+from ..models.options import LatentConfig, RopeScaling
 from .described import Described, described_by
 from .families.families import FAMILIES
 from .families.family import words
@@ -93,7 +93,8 @@ def config_values(config: ModelConfig) -> dict[str, Any]:
         # How they are trained says nothing about their function, but a bias is one.
         balance = "bias" if experts.balance == "bias" else "batch"
         experts = replace(experts, ffn=experts.ffn or config.ffn_size, normalized=experts.is_normalized)
-        experts = replace(experts, balance=balance, balance_rate=None, z_loss=0.0)
+        groups = experts.groups and replace(experts.groups, best=experts.groups.of_best(experts.choose))
+        experts = replace(experts, balance=balance, balance_rate=None, z_loss=0.0, groups=groups)
     values = {name: value for name, value in vars(config).items() if name not in _SILENT}
     values |= {"kv_heads": config.num_kv_heads, "head_dim": config.head_size, "ffn": _width(config), "biases": sorted(set(config.biases))}
     values |= {"attention_scale": config.attention_scale or config.head_size**-0.5, "full_layers": sorted(set(config.full_layers))}
@@ -103,7 +104,8 @@ def config_values(config: ModelConfig) -> dict[str, Any]:
         del values["seq"]
     if config.rope_scaling is None and config.window_theta == config.rope_theta:
         values["window_theta"] = None
-    for name, part in (("experts", experts), ("rope_scaling", config.rope_scaling)):
+    latent = config.latent and replace(config.latent, value_dim=config.value_size)
+    for name, part in (("experts", experts), ("rope_scaling", config.rope_scaling), ("latent", latent)):
         if part is not None:
             del values[name]
             values |= {f"{name}.{field.name}": getattr(part, field.name) for field in dataclasses.fields(part)}
@@ -151,8 +153,10 @@ def _written(c: ModelConfig) -> dict[str, Any]:
     }
     if c.experts is not None:
         values |= _experts(c.experts, c.experts.ffn or c.ffn_size)
+    if c.latent is not None:
+        values |= _latent(c, c.latent)
     if scaling is not None:
-        values["rope_scaling"] = _scaling(scaling)
+        values["rope_scaling"] = {**_scaling(scaling), **_growth(c, scaling)}
         values["original_max_position_embeddings"] = scaling.original if scaling.kind == "longrope" else None
     return values
 
@@ -171,6 +175,25 @@ def _experts(experts: ExpertsConfig, ffn: int) -> dict[str, Any]:
         "n_group": groups.count,
         "topk_group": groups.choose,
     }
+
+
+def _latent(c: ModelConfig, latent: LatentConfig) -> dict[str, Any]:
+    return {
+        "kv_lora_rank": latent.rank,
+        "q_lora_rank": latent.query_rank,
+        "qk_rope_head_dim": latent.rope_dim,
+        "qk_nope_head_dim": c.head_size - latent.rope_dim,
+        "v_head_dim": c.value_size,
+        "rope_interleave": c.rope_pairs == "neighbours",
+        **({} if latent.longest is None else {"index_topk": latent.longest}),
+    }
+
+
+def _growth(c: ModelConfig, scaling: RopeScaling) -> dict[str, Any]:
+    """What config.json says of a factor of scores that latent attention has with yarn."""
+    if c.latent is None or c.attention_scale is None or scaling.factor <= 1:
+        return {}
+    return {"mscale_all_dim": ((c.attention_scale * c.head_size**0.5) ** 0.5 - 1) / (0.1 * math.log(scaling.factor))}
 
 
 def _scaling(scaling: RopeScaling) -> dict[str, Any]:

@@ -92,8 +92,8 @@ class Files:
         made = np.empty([len(span) for span in spans], dtype)
         for place in np.ndindex(*(len(span) for span in stacked)):
             name = self.names[source.at([span[n] for span, n in zip(stacked, place, strict=True)])]
-            parts = [self.stored.read(name, cut[::-1] if source.is_transposed else cut) for cut in cuts]
-            parts = [part.T if source.is_transposed else part for part in parts]
+            parts = [self.stored.read(name, source.turned(cut)) for cut in cuts]
+            parts = [part.swapaxes(-1, -2) if source.is_transposed else part for part in parts]
             made[place] = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
         return made
 
@@ -119,7 +119,7 @@ def open_files(described: Described, config: ModelConfig, shapes: Any) -> Files:
     if config.tied and names[table] not in folder.tensors:
         names[table] = head
     skipped = (*family.skipped, *([head] if config.tied else []))
-    others = {name for name in folder.tensors if name.startswith(described.others)}
+    others = {name: parts[0] for name in folder.tensors if (parts := [part for part in described.others if _is_of(part, name)])}
     found = {name: tensor for name, tensor in folder.tensors.items() if name not in others}
     stored = FourBits.of(folder) if described.is_mxfp4 else EightBits.of(folder, described.block)
     wrong = itertools.chain(stored.problems(), misfits(wanted, names, stored.without(found), skipped))
@@ -129,9 +129,14 @@ def open_files(described: Described, config: ModelConfig, shapes: Any) -> Files:
     if config.tied and head in folder.tensors and not _is_equal(stored, names[table], head):
         untied = "but config.json ties the two (tie_word_embeddings, or the family's default). If the model has both, set it to false there"
         raise InputError([f"{described.path}: {head} differs from {names[table]}, {untied}"])
-    kinds = sorted({next(part for part in described.others if name.startswith(part)) for name in others})
+    kinds = sorted({*others.values()})
     left_out = f"{len(others):,} tensors of other parts are left out ({', '.join(kinds)})" if others else None
     return Files(folder, sources, names, stored, packing, left_out)
+
+
+def _is_of(part: str, name: str) -> bool:
+    """Whether a tensor is of another part, by the beginning of its name or, with a point, by what is in it."""
+    return part in name if part.startswith(".") else name.startswith(part)
 
 
 def kept_variables(config: ModelConfig) -> dict[str, Shape]:

@@ -10,6 +10,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from .families.unsupported import UNQUANTISED
 from .safetensors import PARAMETERS, Tensor
 
 Shape = tuple[int, ...]
+_T = TypeVar("_T")
 _OF_TEXT = (("language_model.model.", "language_model."), ("model.language_model.", ""))
 """The words that stand for `model.` in the names of a text part's tensors, and before those of its head."""
 
@@ -53,7 +55,11 @@ class Source:
     def tensor_shape(self, shape: Shape) -> Shape:
         """The shape of each of its tensors, from the parameter's."""
         inner = (*shape[self.num_stacked : -1], self.width)
-        return inner[::-1] if self.is_transposed else inner
+        return tuple(self.turned(inner))
+
+    def turned(self, dims: Sequence[_T]) -> Sequence[_T]:
+        """Dims of a tensor in the order of the parameter's, or the reverse: inputs and outputs are the last two of each."""
+        return [*dims[:-2], dims[-1], dims[-2]] if self.is_transposed else dims
 
     def at(self, place: Sequence[int]) -> str:
         """The name of the tensor of a layer, and of an expert."""
@@ -88,8 +94,8 @@ def sources_of(family: Family, shapes: Mapping[str, Shape], num_heads: tuple[int
                 outputs = [(3 * n + number) * head + i for n in range(num_heads[0]) for i in range(head)]
             elif family.is_interleaved and len(group) == 2:
                 outputs = range(number, width, 2)
-            # A stack of the matrices of all experts is as they are multiplied.
-            is_kernel = "/kernel" in path or ("/experts/" in path and "{e}" in name)
+            # A stack of the matrices of all experts is as they are multiplied in most families.
+            is_kernel = "/kernel" in path or ("/experts/" in path and ("{e}" in name or family.are_stacks_transposed))
             depth = name.count("{")
             is_transposed = is_kernel and family.are_kernels_transposed
             sources[path] = Source(name, depth, is_transposed, outputs, width, num_dense if is_later else 0)

@@ -37,9 +37,13 @@ def attention_of(text: str, query: Shape) -> AttentionWork | None:
     found = _CUDNN_SCORES.search(re.sub(r"\s", "", text))
     scores = tuple(int(n) for n in re.findall(r"\d+", found[1])) if found else ()
     is_backward = _CUDNN_BACKWARD.search(text) is not None
-    # Two matmuls forward, five backward: a plan takes the time of all FLOPs that the device executes.
-    multiply_adds = math.prod(scores) * query[-1] if scores else 0
-    flops = attention_flops(multiply_adds, 5 if is_backward else 2, is_causal='CAUSAL"' in text)
+    operands = re.search(r"operand_layout_constraints=\{([^=]*)\}", text)
+    widths = [int(n) for n in re.findall(r"\[\d+,\d+,\d+,(\d+)\]", operands[1])] if operands else []
+    value = widths[2] if len(widths) > 2 else query[-1]
+    # Two matmuls forward, five backward, of which one and three have the width of queries and keys, and the others that of values. A plan
+    # takes the time of all FLOPs that the device executes.
+    width = 3 * query[-1] + 2 * value if is_backward else query[-1] + value
+    flops = attention_flops(math.prod(scores) * width if scores else 0, 1, is_causal='CAUSAL"' in text)
     return AttentionWork(flops, scores[-1] if scores else 1, query[-1], is_backward)
 
 

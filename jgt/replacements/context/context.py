@@ -135,5 +135,5 @@ class Context:
 def _kernel(attention: Attention, region: Region, mesh: Mesh | AbstractMesh) -> BlockKernel:
     """cuDNN's where the model calls it, or where its devices have it."""
     device: Any = mesh.devices.flat[0] if isinstance(mesh, Mesh) else mesh.abstract_device
-    q, k = (jx.struct_of(var) for var in region.rows[:2])
-    return CUDNN_BLOCKS if attention.is_fused or not obstacle(q, k, device) else XLA_BLOCKS
+    q, k, v = map(jx.struct_of, region.rows)
+    return CUDNN_BLOCKS if attention.is_fused or not obstacle(q, k, v, device) else XLA_BLOCKS

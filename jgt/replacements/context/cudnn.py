@@ -48,14 +48,14 @@ def options(equation: Equation) -> tuple[float, bool, int | None]:
     return params["scale"], params["mask_type"] == cudnn.MaskType.CAUSAL, params["sliding_window_length"]
 
 
-def obstacle(q: Any, k: Any, device: Any) -> str:
-    """Why a device cannot have this kernel for q [b, c, n, h] and k [b, d, k, h]; empty if it can."""
+def obstacle(q: Any, k: Any, v: Any, device: Any) -> str:
+    """Why a device cannot have this kernel for q [b, c, n, h], k [b, d, k, h] and v [b, d, k, u]; empty if it can."""
     if device is None or "NVIDIA" not in device.device_kind:
         return "there is no NVIDIA GPU"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"it has no {q.dtype}"
     try:
-        jax.eval_shape(lambda q, k: cudnn.dot_product_attention(q, k, k, mask_type=cudnn.MaskType.CAUSAL), q, k)
+        jax.eval_shape(lambda q, k, v: cudnn.dot_product_attention(q, k, v, mask_type=cudnn.MaskType.CAUSAL), q, k, v)
     except (NotImplementedError, RuntimeError, ValueError) as error:
         # JAX knows best which sizes this cuDNN supports, and raises while it traces.
         return str(error).splitlines()[0].rstrip(".")

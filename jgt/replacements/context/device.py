@@ -23,7 +23,7 @@ from jgt.replacements.context.proof import Attention
 
 _Number = jax.Array | int
 _Keys = tuple[jax.Array, list[jax.Array]]
-"""The keys and values of a device, stacked, and what else travels with them."""
+"""The keys and values of a device as one array, and what else travels with them."""
 _Tree = TypeVar("_Tree")
 _State = TypeVar("_State")
 
@@ -143,9 +143,10 @@ class RowsDevice:
 
     def forward(self, q: jax.Array, k: jax.Array, v: jax.Array, staying: Sequence[jax.Array], travelling: Sequence[jax.Array]) -> Block:
         """The attention of a device's queries to all keys, [p, ...]."""
+        like = k
 
         def run(state: Block, step: _Number, keys: _Keys, pairs: list[_Pair]) -> Block:
-            (k, v), travelling = keys
+            (k, v), travelling = _apart(keys[0], like), keys[1]
             for pair in pairs:
                 seen = self._seen(pair, step, staying, travelling)
                 is_causal = self.attention.is_causal and pair.is_same and seen is None
@@ -157,15 +158,16 @@ class RowsDevice:
                 state = Block(*(_with(x, pair.queries, new) for x, new in zip(state, before.merged(block), strict=True)))
             return state
 
-        empty = Block(jnp.zeros(q.shape, jnp.float32), jnp.full((*q.shape[:2], q.shape[3], q.shape[2]), NOTHING))
-        return self._walked(empty, (jnp.stack([k, v]), list(travelling)), run)
+        empty = Block(jnp.zeros((*q.shape[:-1], v.shape[-1]), jnp.float32), jnp.full((*q.shape[:2], q.shape[3], q.shape[2]), NOTHING))
+        return self._walked(empty, (_together(k, v), list(travelling)), run)
 
     def backward(self, rows: KeptRows, staying: Sequence[jax.Array], travelling: Sequence[jax.Array]) -> BlockGradients:
         """The gradients of a device's q, k and v, [p, ...], from rows [p, ...]."""
         q, k, v, *_ = rows
+        like = k
 
         def gradients(step: _Number, keys: _Keys, pairs: list[_Pair]) -> BlockGradients:
-            (k, v), travelling = keys
+            (k, v), travelling = _apart(keys[0], like), keys[1]
             total = BlockGradients(*(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)))
             for pair in pairs:
                 seen = self._seen(pair, step, staying, travelling)
@@ -178,7 +180,7 @@ class RowsDevice:
                 total = BlockGradients(*(_with(x, n, _at(x, n) + new) for x, n, new in zip(total, numbers, one, strict=True)))
             return total
 
-        own = (jnp.stack([k, v]), list(travelling))
+        own = (_together(k, v), list(travelling))
         if self.is_ring:
 
             def run(state: Any, step: _Number, keys: _Keys, pairs: list[_Pair]) -> Any:
@@ -186,12 +188,12 @@ class RowsDevice:
                 # The gradients of keys travel while these are multiplied.
                 moved = None if by_keys is None else self._moved(by_keys)
                 new = gradients(step, keys, pairs)
-                added = jnp.stack(new[1:])
+                added = _together(*new[1:])
                 return by_q + new.q, added if moved is None else moved + added
 
             nothing: Any = (jnp.zeros(q.shape, jnp.float32), None)
             by_q, by_keys = self._walked(nothing, own, run)
-            return BlockGradients(by_q, *(self._moved(by_keys, -self.steps) if self.steps else by_keys))
+            return BlockGradients(by_q, *_apart(self._moved(by_keys, -self.steps) if self.steps else by_keys, like))
         return self._gathered(q, own, gradients)
 
     def _gathered(self, q: jax.Array, own: _Keys, gradients: Callable[..., BlockGradients]) -> BlockGradients:
@@ -201,15 +203,14 @@ class RowsDevice:
 
         def step(by_q: jax.Array, arrived: tuple[jax.Array, _Keys]) -> tuple[jax.Array, jax.Array]:
             new = gradients(arrived[0], arrived[1], self._later(arrived[0]))
-            return by_q + new.q, jnp.stack(new[1:]).astype(own[0].dtype)
+            return by_q + new.q, _together(*new[1:]).astype(own[0].dtype)
 
         later = _each(self._arrivals(own), lambda x: x[1:])
         by_q, by_keys = jax.lax.scan(step, first.q, (jnp.arange(1, self.steps + 1), later))
         back = (jax.lax.axis_index(self.axis) - jnp.arange(self.num)) % self.num
-        every = jnp.concatenate([jnp.stack(first[1:])[None].astype(by_keys.dtype), by_keys])
+        every = jnp.concatenate([_together(*first[1:])[None].astype(by_keys.dtype), by_keys])
         every = jnp.pad(every, [(0, self.num - 1 - self.steps), *[(0, 0)] * (every.ndim - 1)])
-        by_k, by_v = cast(jax.Array, jax.lax.psum_scatter(every[back], self.axis))
-        return BlockGradients(by_q, by_k, by_v)
+        return BlockGradients(by_q, *_apart(cast(jax.Array, jax.lax.psum_scatter(every[back], self.axis)), first.k))
 
 
 def steps_of(attention: Attention, num: int, part: int, *, is_zigzag: bool) -> int:
@@ -217,6 +218,17 @@ def steps_of(attention: Attention, num: int, part: int, *, is_zigzag: bool) -> i
     if attention.window is None or not attention.is_causal or is_zigzag:
         return num - 1
     return min(num - 1, -(-(attention.window - 1) // part))
+
+
+def _together(k: jax.Array, v: jax.Array) -> jax.Array:
+    """Keys and values as one array, which travels at once: a stack, or side by side where their widths differ."""
+    return jnp.stack([k, v]) if k.shape == v.shape else jnp.concatenate([k, v], -1)
+
+
+def _apart(both: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The inverse of `_together`. k: an array of the shape of the keys."""
+    one, other = both if both.ndim > k.ndim else jnp.split(both, [k.shape[-1]], -1)
+    return one, other
 
 
 def _each(tree: _Tree, fn: Callable[[jax.Array], jax.Array]) -> _Tree:

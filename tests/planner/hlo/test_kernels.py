@@ -92,6 +92,23 @@ backend_config={{"cudnn_fmha_backend_config": {{\
     assert found.attention == AttentionWork(flops, 16, 8, is_backward=target == "Backward")
 
 
+@pytest.mark.parametrize(("target", "widths"), [("", 24 + 16), ("Backward", 3 * 24 + 2 * 16)])
+def test_attention_of_cudnn_with_values_of_another_width(target, widths):
+    found = of(f"""\
+ENTRY %main (q: bf16[2,16,4,24], k: bf16[2,16,4,24], v: bf16[2,16,4,16]) -> (bf16[2,16,4,16], u8[0]) {{
+  %q = bf16[2,16,4,24]{{3,2,1,0}} parameter(0)
+  %k = bf16[2,16,4,24]{{3,2,1,0}} parameter(1)
+  %v = bf16[2,16,4,16]{{3,2,1,0}} parameter(2)
+  ROOT %one = (bf16[2,16,4,16]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %k, %v), custom_call_target="__cudnn$fmhaSoftmax{target}", \
+operand_layout_constraints={{bf16[2,16,4,24]{{3,2,1,0}}, bf16[2,16,4,24]{{3,2,1,0}}, bf16[2,16,4,16]{{3,2,1,0}}}}, \
+backend_config={{"cudnn_fmha_backend_config": {{\
+"intermediate_tensor_shape": {{"element_type": "BF16", "dimensions": ["2", "4", "16", "16"]}}, \
+"mask_type": "NO_MASK"}}}}
+}}
+""")
+    assert found.flops == 2 * (2 * 4 * 16 * 16) * widths
+
+
 def test_convolution():
     found = of("""\
 ENTRY %main (x: f32[2,8,8,3], w: f32[5,5,3,16]) -> f32[2,8,8,16] {

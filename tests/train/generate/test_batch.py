@@ -45,7 +45,7 @@ def programs(model, config, mesh, rules, **options):
     rules = jgt.load_rules(f"jgt:{rules}") if isinstance(rules, str) else jgt.make_rules(rules or REPLICATED)
     batch = rules.match_input("batch/inputs", 2).rule.dims(2)[0]
     made = jgt.make_mesh(mesh, devices=jax.devices()[: math.prod(mesh.values())])
-    kv_heads = config.num_kv_heads if isinstance(config, ModelConfig) else None
+    kv_heads = (config.kept_sizes[0], config.num_kv_heads) if isinstance(config, ModelConfig) else None
     return TextPrograms(
         model=model,
         caching=caching_of(config, has_cache=model.has_cache),
@@ -91,19 +91,22 @@ def batch_of(name, layout="none", *, rows):
 WRITTEN = [name for name in NAMES if "greedy" in np.load(GOLDENS / name / "expected.npz")]
 
 EXPERTS = ("dots1", "glm4_moe", "gpt_oss", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "mistral4")
 DENSE = ("gemma2", "gemma3", "gpt2", "granite", "llama3", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
-ON_ALL = (*DENSE, "dots1", "gpt_oss", "mixtral", "qwen3_moe")
+ON_ALL = (*DENSE, "dots1", "gpt_oss", "mixtral", "qwen3_moe", "deepseek_v3", "deepseek_v2_lite")
 
 
 def on_meshes():
     """These families on every mesh that they have rules for, and each of the others on one."""
     for n, name in enumerate(WRITTEN):
-        fitting = ["none", "data", "expert"] if name in EXPERTS else [mesh for mesh in MESHES if mesh != "expert"]
+        fitting = ["none", "data", "expert"] if name in EXPERTS + LATENT else [mesh for mesh in MESHES if mesh != "expert"]
+        # Rules for layers without experts are in use for their first one, and split the heads of all.
+        fitting += ["2x2x2", "tensor", "positions"] if name in LATENT else []
         yield from ((name, mesh) for mesh in (fitting if name in ON_ALL else [fitting[n % len(fitting)]]))
 
 
-# Windows and full layers, queries that grow, first layers without experts, and sinks, in a batch whose rows get further prompts.
-@pytest.mark.parametrize("name", ["gemma3", "ministral3", "dots1", "gpt_oss"])
+# Windows and full layers, queries that grow, first layers without experts, sinks, and latents, in a batch whose rows get further prompts.
+@pytest.mark.parametrize("name", ["gemma3", "ministral3", "dots1", "gpt_oss", "deepseek_v3", "mistral4"])
 def test_tokens_are_those_of_transformers(name):
     prompts, expected = prompts_of(name)
     chosen = [0, 4, 6]

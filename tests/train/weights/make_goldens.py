@@ -1,5 +1,6 @@
 """Makes the folders in tests/goldens/weights: tiny models of all families, with what transformers computes from them: logits, and the
-likeliest tokens after prompts of different lengths; of some also the gradient of the loss, of which 64 numbers of each tensor are kept.
+likeliest tokens after prompts of different lengths; of some also the gradient of the loss, of which 64 numbers of each tensor are kept, or
+all, as a folder of tests/goldens/gradients.
 
     pip install -e '.[reference]' && python tests/train/weights/make_goldens.py [NAME ...]
 
@@ -64,6 +65,33 @@ GPT_OSS = {
     "rope_parameters": {**YARN, "truncate": False, "rope_theta": 150000.0},
 }
 WITH_GRADIENTS = ("gpt_oss",)
+# Gradients of experts that a file has one by one.
+AS_FILES = ("deepseek_v3",)
+MSCALE = {**YARN, "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    **BIASED,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "n_group": 1,
+    "topk_group": 1,
+}
+DEEPSEEK = {**MLA, "n_group": 4, "topk_group": 2, "rope_parameters": MSCALE}
+DEEPSEEK2 = {
+    **DEEPSEEK,
+    "norm_topk_prob": False,
+    "n_shared_experts": 2,
+    "rope_parameters": {**MSCALE, "mscale": 0.707, "mscale_all_dim": 0.4},
+}
+KIMI = {**MLA, "rope_parameters": {**MSCALE, "rope_theta": 50000.0, "factor": 32.0, "beta_fast": 1.0}, "routed_scaling_factor": 2.827}
+INDEXER = {"index_topk": 96, "index_n_heads": 2, "index_head_dim": 8}
+SMALL4 = {**GROWING, "factor": 128.0, "mscale": 1.0, "partial_rotary_factor": 1 / 3}
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 MODELS = {
     "llama": (hf.LlamaConfig, {**BASE, **HEADS, "attention_bias": True, "mlp_bias": True}),
@@ -101,6 +129,14 @@ MODELS = {
     "dots1": (hf.Dots1Config, {**BASE, **HEADS, **GROUPED, "sliding_window": 8, "max_window_layers": 2}),
     "minimax_m2": (hf.MiniMaxM2Config, {**BASE, **HEADS, **PARTIAL, "num_local_experts": 8, "num_experts_per_tok": 2}),
     "gpt_oss": (hf.GptOssConfig, {**BASE, **HEADS, **TYPES, **GPT_OSS}),
+    "deepseek_v2": (hf.DeepseekV2Config, {**BASE, **DEEPSEEK2, "topk_method": "group_limited_greedy"}),
+    "deepseek_v2_lite": (hf.DeepseekV2Config, {**BASE, **DEEPSEEK2, "q_lora_rank": None, "attention_bias": True}),
+    "deepseek_v3": (hf.DeepseekV3Config, {**BASE, **DEEPSEEK}),
+    "deepseek_v32": (hf.DeepseekV32Config, {**BASE, **DEEPSEEK, **INDEXER}),
+    "glm4_moe_lite": (hf.Glm4MoeLiteConfig, {**BASE, **MLA, "attention_bias": True, "rms_norm_eps": 0.01}),
+    "glm_moe_dsa": (hf.GlmMoeDsaConfig, {**BASE, **MLA, **INDEXER, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "kimi_k2": (hf.DeepseekV3Config, {**BASE, **KIMI}),
+    "mistral4": (hf.Mistral4Config, {**BASE, **MLA, "rope_parameters": SMALL4}),
     "cohere2": (hf.Cohere2Config, {**BASE, **TYPES, "logit_scale": 0.5}),
     "granite": (hf.GraniteConfig, {**BASE, **MULTIPLIERS}),
     "gpt_neox": (hf.GPTNeoXConfig, NEOX),
@@ -115,7 +151,9 @@ MODELS = {
 def make(name):
     torch.manual_seed(0)
     kind, values = MODELS[name]
-    model = hf.AutoModelForCausalLM.from_config(kind(**values), attn_implementation="eager").float().eval()
+    # The one of Mistral 4 is no class of its own for AutoModel, which has it beside images alone.
+    made = hf.Mistral4ForCausalLM._from_config if kind is hf.Mistral4Config else hf.AutoModelForCausalLM.from_config
+    model = made(kind(**values), attn_implementation="eager").float().eval()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -134,10 +172,22 @@ def make(name):
     folder = OUT / name
     model.bfloat16().save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
+    if name == "kimi_k2":
+        # Its files say another model_type, with code of their own that is DeepSeek-V3's.
+        file = folder / "config.json"
+        file.write_text(file.read_text().replace('"model_type": "deepseek_v3"', '"model_type": "kimi_k2"'))
     arrays = {"tokens": tokens.numpy().astype(np.int32), "logits": logits[:, ::5], "std": logits.std(), "greedy": greedy}
     np.savez_compressed(folder / "expected.npz", **arrays)
     if gradients:
         np.savez_compressed(folder / "gradients.npz", **gradients)
+    if name in AS_FILES:
+        model.float().zero_grad()
+        gradients_of(model, tokens)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(parameter.grad)
+        model.save_pretrained(OUT.parent / "gradients" / name)
+        (OUT.parent / "gradients" / name / "generation_config.json").unlink(missing_ok=True)
 
 
 def gradients_of(model, tokens):

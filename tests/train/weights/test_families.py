@@ -32,7 +32,7 @@ INNER = {
 }
 """Keys of nested sections that count one by one."""
 PARTS = {"rope_scaling": RopeScaling, "experts": ExpertsConfig}
-QUICK = ("gemma2", "ministral3", "llama_yarn", "dots1")
+QUICK = ("gemma2", "ministral3", "llama_yarn", "dots1", "deepseek_v2")
 MESHES = {
     "fsdp": {"fsdp": 8},
     "fsdp_tensor": {"data": 2, "fsdp": 2, "tensor": 2},
@@ -100,7 +100,7 @@ def test_logits_are_the_same_from_shards(name, rules):
     assert np.abs(logits[:2, ::5] - wanted).max() < TOLERANCE * std
 
 
-@pytest.mark.parametrize("name", ["ministral3", "dots1", "gpt_oss"])
+@pytest.mark.parametrize("name", ["ministral3", "dots1", "gpt_oss", "deepseek_v3"])
 def test_documents_in_one_row_are_those_in_rows_of_their_own(name):
     config, (tokens, wanted, std) = config_of(name), expected(name)
     model, variables = build(config), variables_of(name, config)
@@ -137,7 +137,19 @@ def test_layers_behind_the_last_one_are_left_out_with_a_line(tmp_path):
 
 def ablations():
     """Each option of each family that differs from the default, and does not decide which parameters there are."""
-    shaping = ("norm", "norm_place", "qk_norm", "biases", "gated", "parallel", "positions", "norm_eps", "full_layers", "attention_sinks")
+    shaping = (
+        "norm",
+        "norm_place",
+        "qk_norm",
+        "biases",
+        "gated",
+        "parallel",
+        "positions",
+        "norm_eps",
+        "full_layers",
+        "attention_sinks",
+        "latent",
+    )
     for name in NAMES:
         keys = published(GOLDENS / name).keys
         # The divisors of longrope are as many as there are frequencies.
@@ -165,10 +177,21 @@ def test_without_an_option_logits_are_others(name, key):
     assert error(name, without(config, key), loaded(name, config)) > 1e-2
 
 
-@pytest.mark.parametrize("name", ["dots1", "glm4_moe", "minimax_m2"])
+@pytest.mark.parametrize("name", ["dots1", "glm4_moe", "minimax_m2", "deepseek_v3"])
 def test_without_the_bias_of_the_router_logits_are_others(name):
     zeros = jax.tree.map(jax.numpy.zeros_like, variables_of(name, config := config_of(name)))
     assert error(name, config, loaded(name, config), zeros) > 1e-2
+
+
+def test_without_the_numbers_of_latent_attention_logits_are_others():
+    latent = config_of("glm4_moe_lite").latent
+    # The latents' norms have an epsilon of their own.
+    other = config_of("glm4_moe_lite", latent={**dataclasses.asdict(latent), "norm_eps": config_of("glm4_moe_lite").norm_eps})
+    assert error("glm4_moe_lite", other, loaded("glm4_moe_lite", other)) > 1e-2
+    config = config_of("deepseek_v2")
+    groups = dataclasses.replace(config.experts.groups, best=None)
+    other = dataclasses.replace(config, experts=dataclasses.replace(config.experts, groups=groups))
+    assert error("deepseek_v2", other, loaded("deepseek_v2", other)) > 1e-2
 
 
 def test_without_a_part_of_its_experts_logits_are_others():

@@ -22,6 +22,7 @@ from train.models.tokens import LayerFlags, Rows
 from train.weights.described import described_by, published
 from train.weights.describing import described_as_family
 from train.weights.families.families import FAMILIES
+from train.weights.families.multimodal import TEXT_PARTS
 from train.weights.keys import Keys
 from train.weights.load import open_files
 from train.weights.safetensors import open_folder
@@ -30,6 +31,14 @@ from train.weights.writing import write_folder
 CONFIGS = {file.stem: file for file in sorted((Path(__file__).parents[2] / "goldens" / "configs").iterdir())}
 PARAMETERS = {
     "HuggingFaceTB--SmolLM2-135M": 134_515_008,
+    # transformers counts the indexers of DeepSeek-V3.2 and GLM-5 too, which are not read.
+    "deepseek-ai--DeepSeek-R1": 671_026_404_352,
+    "deepseek-ai--DeepSeek-V3.2": 671_026_404_352,
+    "moonshotai--Kimi-K2-Instruct": 1_026_408_209_408,
+    "nvidia--DeepSeek-V3.1-NVFP4": 671_026_404_352,
+    "zai-org--GLM-5": 743_180_190_720,
+    "zai-org--GLM-5.1": 743_180_190_720,
+    "zai-org--GLM-5.2": 743_180_190_720,
     "Qwen--Qwen2.5-0.5B": 494_032_768,
     "MiniMaxAI--MiniMax-M2.5": 228_689_748_992,
     "MiniMaxAI--MiniMax-M2.7": 228_689_748_992,
@@ -58,13 +67,8 @@ PARAMETERS = {
 }
 REASONS = {
     "deepseek_ref": "sparse or compressed attention",
-    "deepseek_v3": "multi-head latent attention",
-    "deepseek_v32": "sparse or compressed attention",
     "deepseek_v4": "sparse or compressed attention",
     "gemma4": "layers of several sizes",
-    "glm_moe_dsa": "sparse or compressed attention",
-    "kimi_k2": "multi-head latent attention",
-    "kimi_k25": "multi-head latent attention",
     "kimi_k3": "sparse or compressed attention",
     "llama4": "chunked attention",
     "mimo": "multi-token prediction",
@@ -80,6 +84,21 @@ EXPERTS = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     **{key: {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} for key in ("dots1", "glm4_moe")},
     **{key: {"num_local_experts": 4, "num_experts_per_tok": 2} for key in ("gpt_oss", "minimax_m2")},
+    **{
+        key: {
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 8,
+        }
+        for key in ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "mistral4")
+    },
 }
 
 
@@ -105,7 +124,7 @@ def test_a_published_file_is_taken_or_answered_with_the_reason(name):
         described_by(values, PLACE)
     assert len(caught.value.problems) == 1
     kind = values["model_type"]
-    assert ("the tensors are quantised (" if kind in FAMILIES else REASONS[kind]) in str(caught.value)
+    assert ("the tensors are quantised (" if kind in (*FAMILIES, *TEXT_PARTS) else REASONS[kind]) in str(caught.value)
     assert "Did you mean" not in str(caught.value)
 
 
@@ -116,7 +135,7 @@ def test_a_slip_gets_a_suggestion(kind, nearest):
 
 
 @pytest.mark.parametrize(
-    "kind", ["llama5", "gemma4", "qwen4_moe", "olmo", "phimoe", "cohere3", "mistral4", "granitemoe", "qwen3_next", "opt"]
+    "kind", ["llama5", "gemma4", "qwen4_moe", "olmo", "phimoe", "cohere3", "mistral5", "granitemoe", "qwen3_next", "opt"]
 )
 def test_another_architecture_gets_none(kind):
     with pytest.raises(jgt.InputError, match="Supported: llama, mistral") as caught:
@@ -228,7 +247,18 @@ MORE = [
     ("glm4_moe", {"n_routed_experts": 4, "num_local_experts": 8}, "n_routed_experts: 4, but num_local_experts: 8 says the same"),
     ("glm4_moe", {"topk_method": "greedy"}, "topk_method: 'greedy' is not supported"),
     ("glm4_moe", {"moe_layer_freq": 2}, "moe_layer_freq: 2 is not supported"),
-    ("glm4_moe", {"n_group": 4, "topk_group": 2}, "topk_group: 2 experts of 2 groups are not supported: a group is worth its two best"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads: 2 is not supported. Supported: 4"),
+    ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func: 'softmax' is not supported"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob: true is not supported"),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method: 'noaux_tc' is not supported"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, "mlp_layer_types: dense layers before sparse ones"),
+    ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace: 2 is not supported. Supported: 1"),
+    (
+        "mistral4",
+        {"rope_parameters": {"partial_rotary_factor": 0.25}},
+        "partial_rotary_factor: 0.25, but qk_rope_head_dim is 0.5 of a head",
+    ),
+    ("mistral4", {}, "the key 'rope_parameters' is missing"),
     ("glm4_moe", {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers must be a number above 0, not -1"),
     ("dots1", {"routed_scaling_factor": "big"}, "routed_scaling_factor must be a number above 0, not 'big'"),
     (

@@ -22,10 +22,16 @@ class GroupsConfig:
 
     count: the number of groups, each of equally many neighbouring experts.
     choose: the number of groups that a token chooses.
+    best: a group is worth the scores of so many of its best experts; null: of as many as a chosen group has to give on average.
     """
 
     count: Experts = 8
     choose: Experts = 4
+    best: Experts | None = None
+
+    def of_best(self, choose: int) -> int:
+        """The number of experts whose scores are a group's worth, where a token chooses so many."""
+        return self.best or max(choose // self.choose, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

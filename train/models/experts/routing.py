@@ -48,10 +48,10 @@ def is_chosen(choice: jax.Array, num_experts: int) -> jax.Array:
 def _limited(ranked: jax.Array, groups: GroupsConfig, choose: int) -> jax.Array:
     """Scores [..., E], of groups that are not chosen -inf.
 
-    A group is as good as its best experts together, as many as a chosen group has on average (arXiv 2412.19437, section 2.1.2).
+    A group is as good as its best experts together, by default as many as a chosen group has (arXiv 2412.19437, section 2.1.2).
     """
     by_group = ranked.reshape(*ranked.shape[:-1], groups.count, -1)
-    best = _best(by_group, min(max(choose // groups.choose, 1), by_group.shape[-1]))
+    best = _best(by_group, min(groups.of_best(choose), by_group.shape[-1]))
     worth = jnp.sum(jnp.where(is_chosen(best, by_group.shape[-1]), by_group[..., None, :], 0.0), axis=(-2, -1))
     allowed = jnp.any(is_chosen(_best(worth, groups.choose), groups.count), axis=-2)
     return jnp.where(allowed[..., None], by_group, -jnp.inf).reshape(ranked.shape)

@@ -16,6 +16,7 @@ from typing import Any
 from jgt.document import shown
 
 from .family import QKV, Family, attention_biases, period_of, qwen_window, shared, unrotated, windowed, windowed_everywhere, words
+from .latents import LATENTS
 from .layer_norms import LAYER_NORMS
 from .mixtures import MIXTURES
 
@@ -231,6 +232,7 @@ FAMILIES: Mapping[str, Family] = {
         },
     ),
     **MIXTURES,
+    **LATENTS,
     **LAYER_NORMS,
 }
 """By `model_type`. A new family is a row here, or one of those with layer norms."""

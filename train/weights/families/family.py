@@ -39,6 +39,8 @@ LLAMA = {
     "mlp/down": "mlp.down_proj",
 }
 """The tensors of Llama's modules, as in `families.py`."""
+STACKED_EXPERTS = {f"moe/experts/{name}": f"mlp.experts.{'down' if name == 'down' else 'gate_up'}_proj" for name in ("gate", "up", "down")}
+"""Tensors with the matrices of all experts."""
 QKV = ("attn/q_proj", "attn/k_proj", "attn/v_proj")
 """Modules that are one tensor in some families."""
 
@@ -56,8 +58,8 @@ class Family:
     writes: keys of config.json that only this family has, from a model. has: keys that few classes have, and this one. lacks: keys that
     most classes have, but not this one. names: tensors that have other names than Llama's. layer: the
     prefix of a layer's tensors. by_head: whether the tensor of q, k and v has the outputs of each head together. are_kernels_transposed:
-    whether a kernel [in, out] is stored as [out, in]. is_interleaved: whether the outputs of two modules in one tensor alternate. skipped:
-    the ends of names of tensors to ignore.
+    whether a kernel [in, out] is stored as [out, in]. are_stacks_transposed: also those of all experts in one tensor. is_interleaved:
+    whether the outputs of two modules in one tensor alternate. skipped: the ends of names of tensors to ignore.
     """
 
     architecture: str = ""
@@ -71,6 +73,7 @@ class Family:
     by_head: bool = False
     are_kernels_transposed: bool = True
     is_interleaved: bool = False
+    are_stacks_transposed: bool = False
     skipped: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     def read(self, k: Any) -> dict[str, Any]:

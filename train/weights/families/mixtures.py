@@ -14,19 +14,19 @@ from .family import Family, attention_biases, period_of, qwen_window, shared, wi
 _BIAS = "e_score_correction_bias"
 
 
-def _names(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", bias: str = "gate.") -> dict[str, str]:
+def expert_names(prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", bias: str = "gate.") -> dict[str, str]:
     """The tensors of experts that are not one with those of other experts, of the router, and of the MLP of all tokens."""
     experts = {"gate": gate, "up": up, "down": down}
     matrices = {f"moe/experts/{ours}": f"{prefix}.experts.{{e}}.{theirs}.weight" for ours, theirs in experts.items()}
     return {**matrices, "moe/router": f"{prefix}.gate", "moe/bias": f"{prefix}.{bias}{_BIAS}"}
 
 
-def _shared_names(name: str) -> dict[str, str]:
+def shared_names(name: str) -> dict[str, str]:
     mlp = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down": "down_proj"}
     return {f"moe/shared/{ours}": f"mlp.{name}.{theirs}" for ours, theirs in mlp.items()} | {"moe/shared_gate": "mlp.shared_expert_gate"}
 
 
-def _experts(k: Any, count: str, **more: Any) -> dict[str, Any]:
+def experts_of(k: Any, count: str, **more: Any) -> dict[str, Any]:
     """The experts, whose number is that of a key. Also the score of a single chosen one is divided by itself, unless `more` says not."""
     k.either(count, other := "num_experts" if count == "num_local_experts" else "num_local_experts")
     count = other if k.values.get(count) is None and other in k.values else count
@@ -37,38 +37,37 @@ def _biased(k: Any, count: str, **more: Any) -> dict[str, Any]:
     """The experts of a router as DeepSeek-V3's: sigmoids, and a bias for the choice. more: of its keys, that a family has or not."""
     k.require("scoring_func", "sigmoid", "noaux_tc")
     k.require("topk_method", "noaux_tc")
-    return _experts(k, count, score="sigmoid", balance="bias", **more)
+    return experts_of(k, count, score="sigmoid", balance="bias", **more)
 
 
-def _deepseek(k: Any, *, first: int, shared: int | None, normalized: bool) -> dict[str, Any]:
-    """Those experts with the keys of DeepSeek-V3. The arguments are the defaults of the family's class."""
+def deepseek_keys(k: Any, *, first: int, shared: int | None, scale: float = 1.0, groups: tuple[int, int] = (1, 1)) -> dict[str, Any]:
+    """What the keys of DeepSeek's experts mean in all their families. The arguments are the defaults of the family's class."""
     k.require("moe_layer_freq", 1)
-    groups, chosen, choose = k.get("n_group", 1), k.get("topk_group", 1), k.need("num_experts_per_tok")
-    if groups > 1 and choose // max(chosen, 1) != 2:
-        worth = "a group is worth its two best experts to the class, and to jgt as many as each chosen group gives"
-        k.problems.append(f"topk_group: {choose} experts of {chosen} groups are not supported: {worth}")
-    return _biased(
-        k,
-        "n_routed_experts",
-        ffn=k.need("moe_intermediate_size"),
-        shared=k.get("n_shared_experts", shared, may_be_zero=True) or 0,
-        normalized=k.get("norm_topk_prob", normalized),
-        result_scale=float(k.get("routed_scaling_factor", 1.0)),
-        first_dense=k.get("first_k_dense_replace", first, may_be_zero=True),
-        **({"groups": {"count": groups, "choose": chosen}} if groups > 1 else {}),
-    )
+    count, chosen = k.get("n_group", groups[0]), k.get("topk_group", groups[1])
+    return {
+        "ffn": k.need("moe_intermediate_size"),
+        "shared": k.get("n_shared_experts", shared, may_be_zero=True) or 0,
+        "result_scale": float(k.get("routed_scaling_factor", scale)),
+        "first_dense": k.get("first_k_dense_replace", first, may_be_zero=True),
+        **({"groups": {"count": count, "choose": chosen, "best": 2}} if count > 1 else {}),
+    }
+
+
+def deepseek(k: Any, *, normalized: bool, **defaults: Any) -> dict[str, Any]:
+    """The experts of DeepSeek-V3. The arguments are the defaults of the family's class."""
+    return _biased(k, "n_routed_experts", normalized=k.get("norm_topk_prob", normalized), **deepseek_keys(k, **defaults))
 
 
 def _glm4_moe(k: Any) -> dict[str, Any]:
     made = shared(k, eps=1e-5, share=0.5)
     made |= {"biases": ["qkv"] if k.get("attention_bias", False) else [], "qk_norm": "head" if k.get("use_qk_norm", False) else None}
-    return {**made, **_deepseek(k, first=1, shared=1, normalized=True)}
+    return {**made, **deepseek(k, first=1, shared=1, normalized=True)}
 
 
 def _dots1(k: Any) -> dict[str, Any]:
     first = k.get("max_window_layers", 62, may_be_zero=True)
     made = {**shared(k), **windowed(k, k.unless_absent("sliding_window", 4096), lambda n: n < first)}
-    return {**made, "biases": attention_biases(k), "qk_norm": "head", **_deepseek(k, first=0, shared=None, normalized=False)}
+    return {**made, "biases": attention_biases(k), "qk_norm": "head", **deepseek(k, first=0, shared=None, normalized=False)}
 
 
 def _minimax_m2(k: Any) -> dict[str, Any]:
@@ -87,13 +86,13 @@ def _qwen2_moe(k: Any) -> dict[str, Any]:
         k.problems.append(f"shared_expert_intermediate_size: {width} is not a multiple of moe_intermediate_size {ffn}")
     made = {**shared(k), "biases": ["qkv"] if k.get("qkv_bias", True) else []}
     more = {"ffn": ffn, "shared": width // ffn, "shared_gate": True, "normalized": k.get("norm_topk_prob", False)}
-    return {**made, **_experts(k, "num_experts", **more)}
+    return {**made, **experts_of(k, "num_experts", **more)}
 
 
 def _qwen3_moe(k: Any) -> dict[str, Any]:
     k.ignore("max_window_layers")
     made = {**shared(k), **windowed_everywhere(k, qwen_window(k)), "biases": attention_biases(k), "qk_norm": "head"}
-    return {**made, **_experts(k, "num_experts", ffn=k.need("moe_intermediate_size"), normalized=k.get("norm_topk_prob", False))}
+    return {**made, **experts_of(k, "num_experts", ffn=k.need("moe_intermediate_size"), normalized=k.get("norm_topk_prob", False))}
 
 
 def _gpt_oss(k: Any) -> dict[str, Any]:
@@ -127,17 +126,17 @@ MIXTURES: Mapping[str, Family] = {
         options=lambda k: {
             **shared(k, eps=1e-5, theta=1e6),
             **windowed_everywhere(k, k.get("sliding_window")),
-            **_experts(k, "num_local_experts"),
+            **experts_of(k, "num_local_experts"),
         },
         has=words("num_local_experts"),
-        names=_names("block_sparse_moe", "w1", "w3", "w2"),
+        names=expert_names("block_sparse_moe", "w1", "w3", "w2"),
     ),
     "qwen3_moe": Family(
         architecture="Qwen3MoeForCausalLM",
         options=_qwen3_moe,
         only={**_EACH_LAYER, "use_qk_norm": True},
         has=words("num_experts"),
-        names=_names("mlp"),
+        names=expert_names("mlp"),
     ),
     "qwen2_moe": Family(
         architecture="Qwen2MoeForCausalLM",
@@ -146,39 +145,39 @@ MIXTURES: Mapping[str, Family] = {
         writes=lambda c: {"qkv_bias": "qkv" in c.biases},
         has=words("num_experts"),
         lacks=words("head_dim"),
-        names={**_names("mlp"), **_shared_names("shared_expert")},
+        names={**expert_names("mlp"), **shared_names("shared_expert")},
     ),
     "olmoe": Family(
         architecture="OlmoeForCausalLM",
         options=lambda k: {
             **shared(k, eps=1e-5),
             "qk_norm": "all",
-            **_experts(k, "num_experts", normalized=k.get("norm_topk_prob", False)),
+            **experts_of(k, "num_experts", normalized=k.get("norm_topk_prob", False)),
         },
         only={"attention_bias": False, "clip_qkv": None},
         has=words("num_experts"),
         lacks=words("head_dim"),
-        names=_names("mlp"),
+        names=expert_names("mlp"),
     ),
     "glm4_moe": Family(
         architecture="Glm4MoeForCausalLM",
         options=_glm4_moe,
         writes=lambda c: {"use_qk_norm": c.qk_norm == "head", "num_nextn_predict_layers": 0},
         has=words("partial_rotary_factor"),
-        names={**_names("mlp"), **_shared_names("shared_experts")},
+        names={**expert_names("mlp"), **shared_names("shared_experts")},
     ),
     "dots1": Family(
         architecture="Dots1ForCausalLM",
         options=_dots1,
         has=words("layer_types"),
-        names={**_names("mlp"), **_shared_names("shared_experts")},
+        names={**expert_names("mlp"), **shared_names("shared_experts")},
     ),
     "minimax_m2": Family(
         architecture="MiniMaxM2ForCausalLM",
         options=_minimax_m2,
         only={"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True},
         has=words("num_local_experts partial_rotary_factor"),
-        names=_names("block_sparse_moe", "w1", "w3", "w2", bias=""),
+        names=expert_names("block_sparse_moe", "w1", "w3", "w2", bias=""),
     ),
     "gpt_oss": Family(
         architecture="GptOssForCausalLM",

@@ -12,15 +12,16 @@ from typing import Any
 
 from jgt.document import shown
 
-from .family import words
+from .family import STACKED_EXPERTS, words
 
-_OTHERS = words("multi_modal_projector vision_tower visual")
+_OTHERS = words("mm_projector multi_modal_projector vision_tower visual")
 OTHER_PARTS = ("mtp.", *(f"{first}{name}." for name in _OTHERS for first in ("", "model.")))
 """The beginnings of the names of tensors of other parts."""
 _SILENT = words(
-    "boi_token_index eoi_token_index image_token_id image_token_index mm_tokens_per_image model_type multimodal_projector_bias "
-    "projector_hidden_act spatial_merge_size text_config tie_word_embeddings video_token_id vision_config vision_end_token_id "
-    "vision_feature_layer vision_start_token_id vision_token_id"
+    "boi_token_index eoi_token_index ignore_index image_token_id image_token_index media_placeholder_token_id mm_tokens_per_image "
+    "model_type multimodal_projector_bias projector_hidden_act spatial_merge_size text_config tie_word_embeddings "
+    "use_unified_vision_chunk video_placeholder video_token_id vision_config vision_end_token_id vision_feature_layer "
+    "vision_start_token_id vision_token_id"
 )
 
 
@@ -69,10 +70,10 @@ def _of_text(positions: Any) -> Any:
 
 _QWEN2 = {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "max_window_layers": 80}
 _QWEN3 = {"rope_theta": 5e5, "head_dim": 128}
-_FUSED = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 TEXT_PARTS: Mapping[str, TextPart] = {
     "gemma3": TextPart(families={"gemma3_text": "gemma3_text"}),
-    "mistral3": TextPart(families={"mistral": "mistral", "ministral3": "ministral3"}),
+    "mistral3": TextPart(families={"mistral": "mistral", "ministral3": "ministral3", "mistral4": "mistral4"}),
+    "kimi_k25": TextPart(families={"deepseek_v3": "deepseek_v3", "kimi_k2": "kimi_k2"}),
     "qwen2_vl": TextPart(families={"qwen2_vl_text": "qwen2", "qwen2_vl": "qwen2"}, is_flat=True, defaults=_QWEN2),
     "qwen2_5_vl": TextPart(families={"qwen2_5_vl_text": "qwen2", "qwen2_5_vl": "qwen2"}, is_flat=True, defaults=_QWEN2),
     "qwen3_vl": TextPart(families={"qwen3_vl_text": "qwen3"}, defaults=_QWEN3),
@@ -80,7 +81,7 @@ TEXT_PARTS: Mapping[str, TextPart] = {
         families={"qwen3_vl_moe_text": "qwen3_moe"},
         defaults={"rope_theta": 5e5},
         only={"norm_topk_prob": True},
-        names={f"moe/experts/{ours}": f"mlp.experts.{theirs}" for ours, theirs in _FUSED.items()},
+        names=STACKED_EXPERTS,
     ),
 }
 """By `model_type`."""

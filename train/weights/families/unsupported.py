@@ -22,10 +22,10 @@ _LACKING: Mapping[str, str] = {
     "images, audio or other inputs": "llava mllama phi4mm pixtral smolvlm",
     "layers of several sizes, or embeddings in each layer": "gemma3n gemma3n_text gemma4 gemma4_text mimo_v2_flash nemotron-nas",
     "linear attention, such as gated delta nets": "kimi_linear minimax olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_text qwen3_next",
-    "multi-head latent attention": "deepseek_v2 deepseek_v3 glm4_moe_lite kimi_k2 kimi_k25 longcat_flash minicpm3 mistral4 youtu",
+    "multi-head latent attention beside other parts of its own": "longcat_flash minicpm3 youtu",
     "multi-token prediction": "mimo",
     "norms without parameters": "olmo",
-    "sparse or compressed attention, or hyper-connections": "deepseek_ref deepseek_v32 deepseek_v4 glm_moe_dsa kimi_k3 minimax_m3",
+    "sparse or compressed attention, or hyper-connections": "deepseek_ref deepseek_v4 kimi_k3 minimax_m3",
     "state-space or convolution layers": "bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 lfm2_moe mamba mamba2 nemotron_h zamba2",
     "tokens that see the ones after them": "bert deberta_v2 distilbert modernbert roberta t5 xlm_roberta",
 }
