@@ -244,6 +244,27 @@ CASES = {
     "10^9 experts": family("mixtral", ":1: model.experts.count: ", num_local_experts=10**9),
     "share above one": family("stablelm", ":1: model.rope_share: ", partial_rotary_factor=5.0, rope_parameters=None),
     "inner width that is a text": family("gpt2", ": n_inner must be a number above 0, not 'x'", n_inner="x"),
+    "latent of no width": family("deepseek_v3", ": the key 'kv_lora_rank' is missing", kv_lora_rank=None),
+    "latent that is a text": family("deepseek_v3", ": kv_lora_rank must be a number above 0, not 'x'", kv_lora_rank="x"),
+    "latent of 10^9": family("deepseek_v3", ":1: model.latent.rank: 1000000000 is too large", kv_lora_rank=10**9),
+    "latent of another width": family("deepseek_v3", "kv_a_layernorm.weight has the shape [20], but the model needs [21]", kv_lora_rank=21),
+    "latent for queries that is a list": family("deepseek_v2", ": q_lora_rank must be a number above 0, not [1]", q_lora_rank=[1]),
+    "no latent for queries": family("kimi_k2", "self_attn.q_proj.weight [48, 32] is missing", q_lora_rank=None),
+    "heads without positions": family("deepseek_v3", ": qk_rope_head_dim must be a number above 0, not 0", qk_rope_head_dim=0),
+    "an odd number of rotated elements": family(
+        "deepseek_v3", ":1: model.latent: RoPE rotates pairs, but rope_dim is the odd number 3", qk_rope_head_dim=3, qk_head_dim=11
+    ),
+    "latent with fewer key heads": family("deepseek_v3", ": num_key_value_heads: 2 is not supported", num_key_value_heads=2),
+    "values that are negative": family("mistral4", ": v_head_dim must be a number above 0, not -8", v_head_dim=-8),
+    "growth of scores that is a list": family(
+        "deepseek_v3",
+        ": rope_parameters: mscale_all_dim must be a number",
+        rope_parameters={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale_all_dim": [1]},
+    ),
+    "positions that are a list": family("deepseek_v3", ": rope_parameters must be a mapping", rope_parameters=[[1, 2]]),
+    "sparse layers first": family("glm4_moe_lite", ": mlp_layer_types: dense layers before", mlp_layer_types=["sparse", "dense", []]),
+    "an indexer of a text": family("deepseek_v32", ": index_topk must be a number above 0, not 'all'", index_topk="all"),
+    "an indexer of 10^9 tokens": family("glm_moe_dsa", ":1: model.latent.longest: 1000000000 is too large", index_topk=10**9),
     # Tensors that are not the model's
     "a tensor is missing": tensors("the tensor lm_head.weight [16, 8] is missing", {"lm_head.weight": None}),
     "every tensor is missing": data("the header", of_header(b"{}", bytes(4))),

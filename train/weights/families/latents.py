@@ -6,7 +6,6 @@ chooses the tokens that a token sees, at most `index_topk`. Up to that length it
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -47,9 +46,10 @@ def _latent(k: Any, **defaults: Any) -> dict[str, Any]:
 
 def _scale(k: Any, made: Mapping[str, Any]) -> float | None:
     """The factor of scores, which grows with that of yarn."""
-    told = {**(k.values.get("rope_scaling") or {}), **(k.values.get("rope_parameters") or {})}.get("mscale_all_dim")
+    groups = [group for name in ("rope_parameters", "rope_scaling") if isinstance(group := k.values.get(name), Mapping)]
+    told = next((group["mscale_all_dim"] for group in groups if group.get("mscale_all_dim")), None)
     scaling = made["rope_scaling"] or {}
-    if scaling.get("kind") != "yarn" or not isinstance(told, int | float) or not told:
+    if scaling.get("kind") != "yarn" or not isinstance(told, int | float):
         return None
     return made["head_dim"] ** -0.5 * (0.1 * told * math.log(max(scaling["factor"], 1.0)) + 1) ** 2
 
@@ -69,8 +69,8 @@ def _deepseek_v3(k: Any) -> dict[str, Any]:
 
 def _glm4_moe_lite(k: Any) -> dict[str, Any]:
     types = k.by_layer("mlp_layer_types", lambda n: "sparse" if n else "dense")
-    first = len(list(itertools.takewhile("dense".__eq__, types)))
-    if set(types[first:]) != {"sparse"}:
+    first = next((n for n, kind in enumerate(types) if kind != "dense"), len(types))
+    if any(kind != "sparse" for kind in types[first:]):
         k.problems.append("mlp_layer_types: dense layers before sparse ones are supported, and no other order")
     k.require("first_k_dense_replace", first)
     return {**_latent(k, eps=1e-5), **deepseek(k, normalized=True, first=first, shared=1, scale=1.8)}
