@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jgt.document import InputError
 from jgt.mesh.mesh import make_mesh
-from jgt.planner.described import HOST, described, devices_of, keep_on_host
+from jgt.planner.described import HOST, described_device, devices_of, keep_on_host
 from jgt.planner.hardware.chip import chip_of
 from jgt.planner.hardware.target import MemoryStats, Target
 from jgt.planner.hlo.text import Module
@@ -137,7 +137,7 @@ def compile_function(
     is_described = target is not None and target.is_described
     leaves = cast("list[tuple[tuple[Any, ...], object]]", jax.tree.leaves_with_path(tuple(args)))
     shapes = jax.tree.map(_shape, tuple(args))
-    with described() if is_described else contextlib.nullcontext():
+    with described_device(target) if target is not None and target.is_described else contextlib.nullcontext():
         traced, _ = trace(fn, *shapes)
     # A function under jax.jit is traced as one call, which carries its shardings and donations.
     call = jit_call_of(traced)

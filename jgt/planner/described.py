@@ -8,6 +8,7 @@ are. This file supplies the answers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 from collections.abc import Generator, Sequence
@@ -85,15 +86,18 @@ def _with_kind(attributes: ir.Attribute, kind: str) -> ir.Attribute:
 
 
 @contextlib.contextmanager
-def described() -> Generator[None]:
-    """Lets programs that call a library's kernels be traced for a GPU that is only described, as if the library were installed."""
+def described(device: Any = None) -> Generator[None]:
+    """Lets programs that call a library's kernels be traced for a GPU that is only described, as if the library were installed.
+
+    device: the description, which JAX asks for its compute capability; None: the least one.
+    """
     # `jax.nn.dot_product_attention(implementation="cudnn")` asks the installed cuDNN for its version while it traces, and raises
     # without one. JAX has no option for that, so the private function is replaced for the time of the block, in the whole process.
     with contextlib.ExitStack() as stack:
         for check in (check for kernel in KERNELS for check in kernel.checks):
             module = importlib.import_module(check.module)
             stack.callback(setattr, module, check.function, getattr(module, check.function))
-            setattr(module, check.function, lambda answer=check.answer: answer)
+            setattr(module, check.function, functools.partial(check.answer, device))
         yield
 
 
@@ -101,5 +105,5 @@ def described() -> Generator[None]:
 def described_device(target: Target) -> Generator[Any]:
     """One of a target's devices, for which programs can be traced in this block. Raises InputError like `devices_of`."""
     device = devices_of(target)[0]
-    with described():
+    with described(device):
         yield device

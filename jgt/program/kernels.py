@@ -20,11 +20,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryCheck:
-    """A function of JAX that asks a library for its version while it traces, and the answer for a device that is absent."""
+    """A function of JAX that asks for a library or a device while it traces. answer(device, arguments): that of one that is described."""
 
     module: str
     function: str
-    answer: int
+    answer: Callable[..., object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +64,22 @@ def attention_flops(multiply_adds: int, num_matmuls: int, *, is_causal: bool) ->
     return 2 * num_matmuls * multiply_adds // (2 if is_causal else 1)
 
 
+def _has_capability(device: object, wanted: str) -> bool:
+    found, needed = (tuple(map(int, text.split("."))) for text in (getattr(device, "compute_capability", "0"), wanted))
+    return found >= needed
+
+
+_FUSED = "jax._src.cudnn.fused_attention_stablehlo"
 CUDNN = CustomKernel(
     name="cudnn",
     primitives=frozenset({"dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"}),
     keeps_rows=True,
     traced_flops=_cudnn_traced_flops,
     # JAX's CUDA wheels bring cuDNN 9.12 or newer. JAX refuses some masks and head sizes to older versions.
-    checks=(LibraryCheck(module="jax._src.cudnn.fused_attention_stablehlo", function="check_cudnn_version", answer=91200),),
+    checks=(
+        LibraryCheck(module=_FUSED, function="check_cudnn_version", answer=lambda device: 91200),
+        LibraryCheck(module=_FUSED, function="check_compute_capability", answer=_has_capability),
+    ),
 )
 
 

@@ -127,7 +127,7 @@ class ModelConfig(Options):
 
     @property
     def kept_sizes(self) -> tuple[int, int, int]:
-        """What a layer keeps of a token in a cache: a number of heads, and the widths of its two arrays."""
+        """The sizes of what a layer keeps of a token in a cache: a number of heads, and the widths of two arrays."""
         latent = self.latent
         return (self.num_kv_heads, self.head_size, self.head_size) if latent is None else (1, latent.rank, latent.rope_dim)
 

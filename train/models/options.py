@@ -167,8 +167,7 @@ class Options:
         yield from self._rope_problems(rotated)
         if self.rope_scaling is not None:
             yield from self._scaling_problems(self.rope_scaling, rotated, seq)
-        if self.latent is not None:
-            yield from self._latent_problems(self.latent, head_size, seq)
+        yield from self._latent_problems(head_size, seq)
         for name in ("unrotated_layers", "full_layers"):
             beyond = [n for n in getattr(self, name) if n >= layers]
             if beyond:
@@ -183,7 +182,10 @@ class Options:
         if self.parallel and self.norm_place != "before":
             yield "parallel", "a parallel block has norms before its parts only. Leave norm_place out"
 
-    def _latent_problems(self, latent: LatentConfig, head_size: int, seq: int) -> Iterator[tuple[str, str]]:
+    def _latent_problems(self, head_size: int, seq: int) -> Iterator[tuple[str, str]]:
+        latent = self.latent
+        if latent is None:
+            return
         if not latent.rope_dim < head_size:
             yield "latent", f"rope_dim {latent.rope_dim} is not below the {head_size} elements of a head. Change it, or head_dim"
         if latent.rope_dim % 2:

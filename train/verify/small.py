@@ -154,6 +154,9 @@ def _model(run: Run, unit: int, stages: int) -> dict[str, object]:
         "model.fp8": False,
         "model.attention": "xla",
     }
+    if config.latent is not None:
+        sizes = {"rank": unit * _HEAD, "query_rank": config.latent.query_rank and unit * _HEAD, "rope_dim": _HEAD // 2, "value_dim": None}
+        new |= {f"model.latent.{name}": size for name, size in sizes.items()}
     if config.experts is not None:
         new["model.experts.count"] = min(config.experts.count, _MOST_EXPERTS)
         new["model.experts.ffn"] = unit * _HEAD

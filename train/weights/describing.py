@@ -190,7 +190,7 @@ def _latent(c: ModelConfig, latent: LatentConfig) -> dict[str, Any]:
 
 
 def _growth(c: ModelConfig, scaling: RopeScaling) -> dict[str, Any]:
-    """What config.json says of a factor of scores that latent attention has with yarn."""
+    """The keys of yarn for the factor of scores that latent attention has with it."""
     if c.latent is None or c.attention_scale is None or scaling.factor <= 1:
         return {}
     return {"mscale_all_dim": ((c.attention_scale * c.head_size**0.5) ** 0.5 - 1) / (0.1 * math.log(scaling.factor))}

@@ -82,6 +82,22 @@ def test_logits_and_gradients_are_the_same_on_meshes(layout, tmp_path):
     assert biggest(gradient, jax.device_get(plain)) < 2e-5
 
 
+@pytest.mark.slow
+def test_a_step_in_a_pipeline_is_the_step(tiny):
+    stages = ("rules=jgt:pipeline", "mesh={data: 1, fsdp: 1, stage: 2, tensor: 2}", "pipeline={signal: layers, microbatches: 4}")
+    found = []
+    for layout in (("mesh={data: 1}", "rules=null"), stages):
+        run = tiny(f"model.latent={LATENT}", "model.head_dim=12", "model.kv_heads=null", "model.heads=4", "model.layers=2", *layout)
+        setup = prepare(run, devices=jax.devices()[: 4 if run.pipeline else 1])
+        state, step = setup.init(), setup.compile_train_step()
+        tokens = np.random.default_rng(0).integers(0, 256, (16, 33), np.int32)
+        batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((16, 32), np.float32)}
+        for number in range(2):
+            state, metrics = step(state, jax.device_put(batch, setup.batch_shardings), setup.settings(number + 1))
+            found.append([float(metrics[name]) for name in ("loss", "grad_norm")])
+    np.testing.assert_allclose(found[2:], found[:2], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "keys", [{}, {"latent": {**LATENT, "query_rank": None}, "window": 6, "full_layers": [1], "biases": ["qkv", "out"]}], ids=str
 )

@@ -51,7 +51,12 @@ def test_rules_that_ship_change_no_number(rules, kind):
     assert not found.avoided
 
 
-@pytest.mark.parametrize("overrides", [[], ["optimizer.name=muon"], ["train.remat=block"], ["train.accumulate=2"], ["data.documents=mask"]])
+LATENT = ["model.latent={rank: 20, query_rank: 24, rope_dim: 4, value_dim: 12}", "model.kv_heads=null", "model.head_dim=12"]
+
+
+@pytest.mark.parametrize(
+    "overrides", [[], ["optimizer.name=muon"], ["train.remat=block"], ["train.accumulate=2"], ["data.documents=mask"], LATENT]
+)
 def test_runs_with_other_options_change_no_number(overrides):
     assert verified("jgt:quickstart", *overrides).is_right
 

@@ -98,6 +98,17 @@ def text(message, content):
     return lambda folder: (folder / "config.json").write_bytes(content), f"config.json: {message}"
 
 
+def whole(name, message, **values):
+    """A golden folder with other values in its config.json."""
+    change, _ = family(name, message, **values)
+
+    def changed(folder):
+        change(folder)
+        (folder / SINGLE).write_bytes((GOLDENS / name / SINGLE).read_bytes())
+
+    return changed, message
+
+
 def tensors(message, changes):
     """Tensors of other shapes; None takes one away."""
     made = {name: shape for name, shape in {**TENSORS, **changes}.items() if shape is not None}
@@ -247,9 +258,9 @@ CASES = {
     "latent of no width": family("deepseek_v3", ": the key 'kv_lora_rank' is missing", kv_lora_rank=None),
     "latent that is a text": family("deepseek_v3", ": kv_lora_rank must be a number above 0, not 'x'", kv_lora_rank="x"),
     "latent of 10^9": family("deepseek_v3", ":1: model.latent.rank: 1000000000 is too large", kv_lora_rank=10**9),
-    "latent of another width": family("deepseek_v3", "kv_a_layernorm.weight has the shape [20], but the model needs [21]", kv_lora_rank=21),
+    "latent of another width": whole("deepseek_v3", "kv_a_layernorm.weight has the shape [20], but the model needs [21]", kv_lora_rank=21),
     "latent for queries that is a list": family("deepseek_v2", ": q_lora_rank must be a number above 0, not [1]", q_lora_rank=[1]),
-    "no latent for queries": family("kimi_k2", "self_attn.q_proj.weight [48, 32] is missing", q_lora_rank=None),
+    "no latent for queries": family("kimi_k2", ": the key 'q_lora_rank' is missing", q_lora_rank=None),
     "heads without positions": family("deepseek_v3", ": qk_rope_head_dim must be a number above 0, not 0", qk_rope_head_dim=0),
     "an odd number of rotated elements": family(
         "deepseek_v3", ":1: model.latent: RoPE rotates pairs, but rope_dim is the odd number 3", qk_rope_head_dim=3, qk_head_dim=11

@@ -15,7 +15,19 @@ from typing import Any
 
 from jgt.document import shown
 
-from .family import QKV, Family, attention_biases, period_of, qwen_window, shared, unrotated, windowed, windowed_everywhere, words
+from .family import (
+    MISTRAL_ROPE,
+    QKV,
+    Family,
+    attention_biases,
+    period_of,
+    qwen_window,
+    shared,
+    unrotated,
+    windowed,
+    windowed_everywhere,
+    words,
+)
 from .latents import LATENTS
 from .layer_norms import LAYER_NORMS
 from .mixtures import MIXTURES
@@ -35,19 +47,7 @@ def _mistral(k: Any, *, size: int | None = None, **defaults: Any) -> dict[str, A
 
 
 def _ministral3(k: Any) -> dict[str, Any]:
-    return _mistral(k, eps=1e-5, theta=1e6, head_dim=128, rope=_MINISTRAL3_ROPE, grows=True)
-
-
-_MINISTRAL3_ROPE = {
-    "rope_type": "yarn",
-    "rope_theta": 1e6,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
-"""The positions of the class, where a file says nothing of them."""
+    return _mistral(k, eps=1e-5, theta=1e6, head_dim=128, rope=MISTRAL_ROPE, grows=True)
 
 
 def _qwen(k: Any) -> dict[str, Any]:

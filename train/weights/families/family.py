@@ -41,6 +41,16 @@ LLAMA = {
 """The tensors of Llama's modules, as in `families.py`."""
 STACKED_EXPERTS = {f"moe/experts/{name}": f"mlp.experts.{'down' if name == 'down' else 'gate_up'}_proj" for name in ("gate", "up", "down")}
 """Tensors with the matrices of all experts."""
+MISTRAL_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""The positions of Ministral 3's class, where a file says nothing of them."""
 QKV = ("attn/q_proj", "attn/k_proj", "attn/v_proj")
 """Modules that are one tensor in some families."""
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .family import STACKED_EXPERTS, Family, attention_biases, shared, words
+from .family import MISTRAL_ROPE, STACKED_EXPERTS, Family, attention_biases, shared, words
 from .mixtures import deepseek, deepseek_keys, expert_names, experts_of, shared_names
 
 _NAMES = {
@@ -78,8 +78,9 @@ def _glm4_moe_lite(k: Any) -> dict[str, Any]:
 
 def _mistral4(k: Any) -> dict[str, Any]:
     share = k.need("qk_rope_head_dim") / (k.need("qk_rope_head_dim") + k.need("qk_nope_head_dim"))
-    k.need("rope_parameters" if "rope_scaling" not in k.values else "rope_scaling", {})
-    made = _latent(k, share=share, grows=True)
+    made = _latent(
+        k, share=share, grows=True, rope={**MISTRAL_ROPE, "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192}
+    )
     if made["rope_share"] != share:
         k.problems.append(f"partial_rotary_factor: {made['rope_share']}, but qk_rope_head_dim is {share} of a head")
     experts = {**deepseek_keys(k, first=0, shared=1), "normalized": k.get("norm_topk_prob", True)}
@@ -122,7 +123,7 @@ _INDEXER = words(
     "indexer_rope_interleave indexer_types layer_types mlp_layer_types moe_router_dtype"
 )
 INDEXERS = ".self_attn.indexer."
-"""What the names of an indexer's tensors have."""
+"""A part of the names of an indexer's tensors."""
 SPARSE: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v32": {"n_group": 8, "topk_group": 4, "index_topk": 2048},
     "glm_moe_dsa": {"n_group": 1, "topk_group": 1, "index_topk": 2048, "rms_norm_eps": 1e-5},

@@ -41,7 +41,7 @@ def _biased(k: Any, count: str, **more: Any) -> dict[str, Any]:
 
 
 def deepseek_keys(k: Any, *, first: int, shared: int | None, scale: float = 1.0, groups: tuple[int, int] = (1, 1)) -> dict[str, Any]:
-    """What the keys of DeepSeek's experts mean in all their families. The arguments are the defaults of the family's class."""
+    """The options of experts by the keys that all families of DeepSeek's share. The arguments are the defaults of the family's class."""
     k.require("moe_layer_freq", 1)
     count, chosen = k.get("n_group", groups[0]), k.get("topk_group", groups[1])
     return {
@@ -109,7 +109,7 @@ def _gpt_oss(k: Any) -> dict[str, Any]:
         "swiglu_alpha": k.get("swiglu_alpha", 1.702),
         "swiglu_limit": k.get("swiglu_limit", 7.0),
         "swiglu_offset": 1.0,
-        **_experts(k, "num_local_experts"),
+        **experts_of(k, "num_local_experts"),
     }
 
 
