@@ -64,6 +64,11 @@ def attention_flops(multiply_adds: int, num_matmuls: int, *, is_causal: bool) ->
     return 2 * num_matmuls * multiply_adds // (2 if is_causal else 1)
 
 
+def _version(device: object) -> int:
+    # JAX's CUDA wheels bring cuDNN 9.12 or newer. JAX refuses some masks and head sizes to older versions.
+    return 91200
+
+
 def _has_capability(device: object, wanted: str) -> bool:
     found, needed = (tuple(map(int, text.split("."))) for text in (getattr(device, "compute_capability", "0"), wanted))
     return found >= needed
@@ -75,9 +80,8 @@ CUDNN = CustomKernel(
     primitives=frozenset({"dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"}),
     keeps_rows=True,
     traced_flops=_cudnn_traced_flops,
-    # JAX's CUDA wheels bring cuDNN 9.12 or newer. JAX refuses some masks and head sizes to older versions.
     checks=(
-        LibraryCheck(module=_FUSED, function="check_cudnn_version", answer=lambda device: 91200),
+        LibraryCheck(module=_FUSED, function="check_cudnn_version", answer=_version),
         LibraryCheck(module=_FUSED, function="check_compute_capability", answer=_has_capability),
     ),
 )

@@ -75,11 +75,12 @@ class LatentAttention(Attention):
         config, rank = self.config, self.latent.rank
         q, c = read_by(x, self.q_proj if self.latent.query_rank is None else self.q_a_proj, self.kv_a_proj)
         if self.latent.query_rank is not None:
-            q = self.q_b_proj(cheap(self.q_a_norm)(q))
+            q = self.q_b_proj(signal.tensor(cheap(self.q_a_norm)(q), "query_latent"))
         c, k = jnp.split(c[:, :, None], [rank], axis=-1)
+        c = signal.tensor(cheap(self.kv_a_norm)(c), "latent")
         free, turned = self._parts(q.reshape(*x.shape[:2], config.heads, config.head_size))
         q = jnp.concatenate([free, rotate(turned, config, flags, rows)], axis=-1)
-        return with_query_growth(q, config.rope_scaling, rows), KeysValues(cheap(self.kv_a_norm)(c), rotate(k, config, flags, rows))
+        return with_query_growth(q, config.rope_scaling, rows), KeysValues(c, rotate(k, config, flags, rows))
 
     def _parts(self, q: jax.Array) -> list[jax.Array]:
         """The elements of queries [b, s, n, h] that positions leave alone, and the others."""
