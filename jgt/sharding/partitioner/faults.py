@@ -26,7 +26,10 @@ def better_layouts(
         parts = ((shapes[n][d], layouts[n][d]) for factor in dims.even for n, d in enumerate(factor) if d is not None)
         return layouts if all(size % count_parts(axes) == 0 for size, axes in parts) else _compatible(dims, layouts, shapes)
     if dims.num_columns is not None:
-        return _compatible(dims, layouts, shapes) if _looks_up_wrongly(dims, layouts) else layouts
+        if not _looks_up_wrongly(dims, layouts, grid):
+            return layouts
+        found = _compatible(dims, layouts, shapes)
+        return _with_whole_indices(dims, found) if _looks_up_wrongly(dims, found, grid) else found
     moves = any(layout[d] for n, layout in enumerate(layouts) for d in dims.moving(n, len(layout)))
     is_wrong = moves or (dims.num_summed > 0 and _sums_wrongly(dims, layouts, grid))
     return _compatible(dims, layouts, shapes) if is_wrong else layouts
@@ -38,17 +41,31 @@ def _axes(layouts: Sequence[Splits], factor: Factor, n: int) -> tuple[SubAxis, .
     return () if d is None else layouts[n][d]
 
 
-def _looks_up_wrongly(dims: OperationDims, layouts: Sequence[Splits]) -> bool:
+def _has_many_axes(grid: AxisGrid) -> bool:
+    """Whether there are more than three axes, and so too many layouts to try them all."""
+    return sum(size > 1 for _, _, size in grid.sub_axes) > 3
+
+
+def _looks_up_wrongly(dims: OperationDims, layouts: Sequence[Splits], grid: AxisGrid) -> bool:
     """Whether a gather splits the columns of its result by an axis that splits the rows of the table or the indices.
 
-    Or it sums over the table's rows, which are split, and splits the rows of its result in another way than the indices.
+    Or it sums over the table's rows, which are split, and splits the rows of its result in another way than the indices. With four axes,
+    it may also be wrong if it sums, and splits the indices and the columns of its result.
     """
     columns, others = dims.factors[: dims.num_columns], dims.factors[dims.num_columns :]
     sums = any(_axes(layouts, factor, 0) for factor in others if factor[2] is None)
     if sums and any(_axes(layouts, factor, 1) != _axes(layouts, factor, 2) for factor in others if factor[2] is not None):
         return True
     of_columns = {sub_axis for factor in columns for sub_axis in _axes(layouts, factor, 2)}
+    if sums and of_columns and _has_many_axes(grid) and any(_axes(layouts, factor, 1) for factor in others):
+        return True
     return any(sub_axis in of_columns for factor in others for n in (0, 1) for sub_axis in _axes(layouts, factor, n))
+
+
+def _with_whole_indices(dims: OperationDims, layouts: Sequence[Splits]) -> tuple[Splits, ...]:
+    """The layouts of a gather without the axes that split its indices alone."""
+    whole = {(n, d) for factor in dims.factors if factor[0] is None for n, d in enumerate(factor) if factor[1] is not None}
+    return tuple(tuple(() if (n, d) in whole else axes for d, axes in enumerate(layout)) for n, layout in enumerate(layouts))
 
 
 def _sums_wrongly(dims: OperationDims, layouts: Sequence[Splits], grid: AxisGrid) -> bool:
@@ -64,7 +81,7 @@ def _sums_wrongly(dims: OperationDims, layouts: Sequence[Splits], grid: AxisGrid
     if counts[0] != counts[1] and all(sum(count > 1 for count in one) > 1 for one in counts):
         # Both operands split several of the dims that are summed over, but differently. A sum is forgotten.
         return True
-    if sum(size > 1 for _, _, size in grid.sub_axes) > 3 and not any(_only_gathers(dims, layouts, n) for n in range(3)):
+    if _has_many_axes(grid) and not any(_only_gathers(dims, layouts, n) for n in range(3)):
         return True
     inside = _within_equal_rows(dims, layouts)
     subsets = [subset for n in range(dims.num_summed) for subset in itertools.combinations(dims.summed, n + 1)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxlib.mlir import ir
@@ -154,3 +154,13 @@ def sharding_of(value: Any) -> Any:
 def type_shape(value: Any) -> tuple[int, ...]:
     """The shape of an array; () for a value without one, such as a token."""
     return tuple(ir.RankedTensorType(value.type).shape) if isinstance(value.type, ir.RankedTensorType) else ()
+
+
+def made_of(value: Any, most: int) -> Iterator[Any]:
+    """A value, and those that it is computed from. most: how many."""
+    seen, left = set[Any](), [value]
+    while left and len(seen) < most:
+        if (value := left.pop()) not in seen:
+            yield value
+            seen.add(value)
+            left += [] if isinstance(value.owner, ir.Block) else value.owner.operands

@@ -1,0 +1,106 @@
+# pyright: basic
+"""Barriers that hide from XLA how the operands of an operation were made: of scatters, updates and reshapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import stablehlo
+
+from jgt.sharding.partitioner.grid import Splits, count_parts
+from jgt.sharding.partitioner.shardy import made_of, type_shape
+
+
+def _scattered(op: Any) -> tuple[list[int], list[int]]:
+    """The dims of the operand that the indices of a scatter choose from, and the dims of its updates that are not of one window."""
+    numbers = stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
+    updates = op.operands[len(op.operands) - 1]
+    return [*numbers.scattered_dims_to_operand_dims], [d for d in range(len(type_shape(updates))) if d not in numbers.update_window_dims]
+
+
+def has_one_window(op: Any) -> bool:
+    """Whether a scatter has one window, or one in each of a batch. XLA for CPUs reads the old numbers by a slice that it does not clamp."""
+    numbers = stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
+    batch = numbers.scatter_indices_batching_dims
+    shape = type_shape(op.operands[len(op.results)])
+    return math.prod(size for d, size in enumerate(shape) if d not in (numbers.index_vector_dim, *batch)) == 1
+
+
+def updates_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:
+    return any(layouts[0][d] or layouts[-1][d] for d in _scattered(op)[0])
+
+
+def shares_updates(op: Any, layouts: Sequence[Splits]) -> bool:
+    """Whether devices compare their updates, because the indices or the updates of a scatter are split."""
+    return any(layouts[1]) or any(layouts[2][d] for d in _scattered(op)[1])
+
+
+def hold_operands(op: Any) -> None:
+    """Hides from XLA how the operands were made: by a slice that it would merge with a scatter's own, or by a broadcast."""
+    held = stablehlo.OptimizationBarrierOp(list(op.operands)[: len(op.results)]).results
+    for n, value in enumerate(held):
+        op.operands[n] = value
+
+
+def _updated(op: Any) -> list[tuple[Any, Any]]:
+    """Each array that a scatter or an update of a slice changes, with its updates."""
+    count, first = len(op.results), 1 if op.name == "stablehlo.dynamic_update_slice" else len(op.results) + 1
+    return [(op.operands[n], op.operands[first + n]) for n in range(count)]
+
+
+def copies_itself(op: Any) -> bool:
+    """Whether an array is updated with a part of itself, in one window. XLA may then write into the array that it still reads."""
+    has_one = op.name == "stablehlo.dynamic_update_slice" or has_one_window(op)
+    return has_one and any(operand in made_of(update, 64) for operand, update in _updated(op))
+
+
+def hold_sources(op: Any) -> None:
+    """Has all but the update itself read its arrays behind a barrier."""
+    for operand, _ in _updated(op):
+        owner = operand.owner
+        is_argument = isinstance(owner, ir.Block)
+        with ir.InsertionPoint.at_block_begin(owner) if is_argument else ir.InsertionPoint.after(owner):
+            held = stablehlo.OptimizationBarrierOp([operand])
+        operand.replace_all_uses_except(held.results[0], [op, held.operation])
+
+
+def _repeated_dims(value: Any, depth: int = 32) -> set[int]:
+    """The dims along which XLA may know that a value repeats itself, because it was broadcast. depth: how far back to look."""
+    op, shape = value.owner, type_shape(value)
+    if isinstance(op, ir.Block) or not shape:
+        return set()
+    if not depth:
+        return set(range(len(shape)))
+    operands = [operand for operand in op.operands if type_shape(operand)]
+    if op.name == "stablehlo.broadcast_in_dim":
+        kept = ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"])
+        return set(range(len(shape))) - {d for d, size in zip(kept, type_shape(op.operands[0]), strict=True) if size == shape[d]}
+    if op.name == "stablehlo.transpose":
+        before = _repeated_dims(operands[0], depth - 1)
+        return {d for d, source in enumerate(ir.DenseI64ArrayAttr(op.attributes["permutation"])) if source in before}
+    if op.name == "stablehlo.reshape":
+        # More dims than XLA may know.
+        return set(range(len(shape))) if operands and _repeated_dims(operands[0], depth - 1) else set()
+    if op.name not in ("stablehlo.slice", "stablehlo.pad") and any(type_shape(operand) != shape for operand in operands):
+        return set()
+    found = set(range(len(shape))) if operands else set[int]()
+    for operand in operands:
+        found &= _repeated_dims(operand, depth - 1) if found else found
+    return found
+
+
+def reshapes_repeated(op: Any) -> bool:
+    """Whether a reshape of a repeated value changes its rank. JAX may write it as a broadcast."""
+    before, after = type_shape(op.operands[0]), type_shape(op.results[0])
+    return len(before) != len(after) and math.prod(before) == math.prod(after) and bool(_repeated_dims(op.operands[0]))
+
+
+def reshapes_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:
+    """Whether XLA may take a dim of which each device has one element for the repeated dim beside it.
+
+    It then believes that all devices have the same, and leaves out a permutation of the elements.
+    """
+    return any(size == count_parts(axes) > 1 for size, axes in zip(type_shape(op.results[0]), layouts[1], strict=True))
