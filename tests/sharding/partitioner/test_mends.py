@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from plugin import needs_plugin
 
@@ -125,6 +125,74 @@ def test_a_shift_along_columns_of_which_each_device_has_one():
     with with_faults():
         assert error() > 0.1
     assert error() < 1e-5
+
+
+RANDOM = np.random.default_rng(0)
+BOARD = jnp.asarray(RANDOM.permutation(64).reshape(8, 8), jnp.float32)
+UPDATES = {
+    "a shift": lambda v: v.at[1:].set(v[:-1]),
+    "a shift of the slice": lambda v: lax.dynamic_update_slice(v, 2 * v[:-1], (1, 0)),
+    "a shift that is added": lambda v: v.at[1:].add(v[:-1]),
+    "a shift with a row of its own": lambda v: v.at[1:].set(v[:-1]).at[0].set(1.0),
+}
+
+
+def laid_out(fn, layouts, *args, axes=4):
+    """A function of an array and of constraints on it, through `jgt.shard` with these layouts one after another, and plainly."""
+    mesh = jax.make_mesh((2,) * axes, tuple("abcd"[:axes]), axis_types=(AxisType.Auto,) * axes, devices=jax.devices()[: 2**axes])
+
+    def with_layouts(p, *args):
+        return fn(lambda x, n: lax.with_sharding_constraint(x, NamedSharding(mesh, P(*layouts[n]))), p, *args)
+
+    rules = jgt.make_rules({"inputs": {}, "default": "replicate"})
+    return jax.jit(jgt.shard(with_layouts, rules, mesh, own="keep"))(*args), fn(lambda x, n: x, *args)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_array_that_is_updated_with_a_part_of_itself(name):
+    def moved_and_updated(place, x):
+        return UPDATES[name](place(place(2 * x, 0), 1))
+
+    layouts = ("b", "a"), (None, ("a", "c"))
+    with with_faults():
+        found, right = laid_out(moved_and_updated, layouts, BOARD, axes=3)
+    assert name == "a shift that is added" or not np.array_equal(found, right)
+    np.testing.assert_array_equal(*laid_out(moved_and_updated, layouts, BOARD, axes=3))
+
+
+@pytest.mark.parametrize(
+    ("starts", "indices"), [((7, 0, 6, 3), (0, 1, 2, 3)), ((0, 7, 8, 9), (1, 0, 5, -1)), ((-1, -8, -9, 20), (7, 8, 9, -9))]
+)
+@pytest.mark.parametrize("of_result", [None, ("a", "b")])
+def test_an_index_outside_of_a_window(starts, indices, of_result):
+    def row_of_a_window(place, x, starts, indices):
+        windows = jax.vmap(lambda row, i: lax.dynamic_slice_in_dim(row, i, 2))(place(x, 0), starts)
+        return place(jax.vmap(lambda window, i: window[i])(windows, indices), 1)
+
+    args = BOARD[:4], jnp.asarray(starts), jnp.asarray(indices)
+    np.testing.assert_array_equal(*laid_out(row_of_a_window, ((("a", "b"), None), (of_result,)), *args, axes=2))
+
+
+LOOKUPS = (
+    "import jax, jax.numpy as jnp, numpy as np, jgt",
+    "from jax.sharding import NamedSharding, PartitionSpec as P",
+    "mesh = jgt.make_mesh(dict.fromkeys('abcd', 2))",
+    "table, ids = jnp.arange(32.0 * 12).reshape(32, 12), jnp.asarray([0, 31, 30, 4, 1, 5, 17, 8])",
+    "def lookup(place, table, ids):",
+    "    return place(place(table, 0)[ids], 1)",
+    "rules = jgt.make_rules({'inputs': {}, 'default': 'replicate'})",
+    "tables = (('b', 'd'), 'c'), ('b', None), (('d', 'b'), None), (('a', 'b'), None)",
+    "for layouts in zip(tables, (('a', 'c'), (('b', 'd'), 'c'), ('a', 'c'), (('b', 'a'), 'c'))):",
+    "    place = lambda x, n: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*layouts[n])))",
+    "    sharded = jgt.shard(lambda *args: lookup(place, *args), rules, mesh, own='keep')",
+    "    np.testing.assert_array_equal(jax.jit(sharded)(table, ids), table[ids], str(layouts))",
+)
+
+
+@pytest.mark.slow
+def test_lookups_on_four_axes():
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
+    subprocess.run([sys.executable, "-c", "\n".join(LOOKUPS)], check=True, env=env, timeout=120)
 
 
 NANS = {
