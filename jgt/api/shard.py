@@ -44,8 +44,8 @@ def replacements_of(rules: Rules, *, wide_gradients: bool = False, reverse_mode:
         found.append(importlib.import_module("jgt.replacements.context.context").Context(rules))
     if has_overlap:
         found.append(importlib.import_module("jgt.replacements.overlap").Overlap(rules))
-    if rules.reads == "whole":
-        found.append(importlib.import_module("jgt.replacements.whole_reads").WholeReads(rules.where))
+    if rules.reads:
+        found.append(importlib.import_module("jgt.replacements.whole_reads").WholeReads(rules))
     return found
 
 

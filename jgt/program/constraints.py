@@ -113,8 +113,8 @@ def pinned_dims(program: Program, result: int) -> Dims | None:
     return pinned_dims(parts[0], position) if parts else None
 
 
-def wrap_in_checkpoint(program: Program, policy: Callable[..., bool], *, in_scan: bool) -> Program:
-    """The same program inside jax.checkpoint with this policy.
+def wrap_in_checkpoint(program: Program, policy: Callable[..., bool] | None, *, in_scan: bool) -> Program:
+    """The same program inside jax.checkpoint with this policy; None: everything is computed again.
 
     in_scan: whether it is the body of a scan, where XLA cannot merge the recomputation with the forward pass anyway and
     JAX advises prevent_cse=False.

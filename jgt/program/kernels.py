@@ -32,14 +32,15 @@ class CustomKernel:
     """One kernel: its name, and its cost.
 
     primitives: the JAX primitives that call it. keeps_rows: row i of each result depends on row i of the operands only, provided that the
-    rows are the first dim of all of them. traced_flops(primitive, params, shapes of the operands): FLOPs of an equation. checks: the
-    questions that JAX asks the library.
+    rows are the first dim of all of them. traced_flops(primitive, params, shapes of the operands): FLOPs of an equation. heads(params): the
+    dim of the heads in q, k, v and the result of an attention. checks: the questions that JAX asks the library.
     """
 
     name: str
     primitives: frozenset[str]
     keeps_rows: bool
     traced_flops: Callable[[str, Mapping[str, object], Sequence[Shape]], int] | None = None
+    heads: Callable[[Mapping[str, object]], int] | None = None
     checks: tuple[LibraryCheck, ...] = ()
 
 
@@ -51,12 +52,16 @@ def kernel_of(primitive: str) -> CustomKernel | None:
 def _cudnn_traced_flops(primitive: str, params: Mapping[str, object], shapes: Sequence[Shape]) -> int:
     """Two matmuls forward, four backward: backward computes the scores a second time, which is overhead and does not count."""
     query, key, value = shapes[:3]
-    # JAX's layouts: 0 is [batch, seq, heads, head], 1 is [batch, heads, seq, head].
-    num_keys = key[2 if params["layout"] else 1]
+    num_keys = key[3 - _cudnn_heads(params)]
     is_causal = "CAUSAL" in str(params["mask_type"])
     # Half of the matmuls have the width of queries and keys, the others that of values.
     multiply_adds = math.prod(query[:-1]) * num_keys * (query[-1] + value[-1])
     return attention_flops(multiply_adds, 1 if "_fwd" in primitive else 2, is_causal=is_causal)
+
+
+def _cudnn_heads(params: Mapping[str, object]) -> int:
+    # JAX's layouts: 0 is [batch, seq, heads, head], 1 is [batch, heads, seq, head].
+    return 1 if params["layout"] else 2
 
 
 def attention_flops(multiply_adds: int, num_matmuls: int, *, is_causal: bool) -> int:
@@ -80,6 +85,7 @@ CUDNN = CustomKernel(
     primitives=frozenset({"dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"}),
     keeps_rows=True,
     traced_flops=_cudnn_traced_flops,
+    heads=_cudnn_heads,
     checks=(
         LibraryCheck(module=_FUSED, function="check_cudnn_version", answer=_version),
         LibraryCheck(module=_FUSED, function="check_compute_capability", answer=_has_capability),

@@ -10,12 +10,12 @@ at a time. What a loop reads in every step is gathered once, before it. The cast
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jgt.program import jaxpr as jx
@@ -25,46 +25,49 @@ from jgt.program.equations import is_call, is_remat, is_scan, map_subprograms, o
 from jgt.program.jaxpr import Equation, Program, Var
 from jgt.program.places import Place, mesh_around, place_of
 from jgt.replacements.replacement import Inserted, Replaced, Site
+from jgt.rules.rules import ALL_AXES, Rules
 
 _KEEPS_DIMS = ("convert_element_type", "copy", "name", "optimization_barrier")
-_RECOMPUTED = ("sharding_constraint", "transpose", "reshape", "squeeze", "broadcast_in_dim")
 _Split = dict[Var, Dims]
 """Variables that are parameters in parts, with the axes of their dims."""
 
 
 @dataclass(frozen=True)
 class WholeReads:
-    """A replacement by which the equations of a program read whole parameters. where: the file:line of the rules that ask for it."""
+    """A replacement by which the equations of a program read parameters that are whole over the axes of `reads`."""
 
-    where: str
+    rules: Rules
 
     def apply(self, program: Program, around: Place, site: Site) -> Replaced:
         """See `Replacement`. The whole program of a call is changed at once, because only there it is known what is a parameter."""
         if not site.is_whole or site.mesh.size == 1:
             return Replaced(program=program)
-        places = zip(jx.body(program).invars, site.parameters, strict=False)
-        split = {var: dims for var, place in places if any(dims := site.free(place.dims, ()))}
-        reads = _Reads(self.where, mesh_around() or site.mesh, [])
+        places = ((var, site.free(place.dims, ())) for var, place in zip(jx.body(program).invars, site.parameters, strict=False))
+        axes = frozenset(site.sizes if ALL_AXES in self.rules.reads else self.rules.reads)
+        split = {var: dims for var, dims in places if axes.intersection(itertools.chain(*dims))}
+        reads = _Reads(self.rules.where, axes, mesh_around() or site.mesh, [])
         return Replaced(program=_gathered(program, split, reads, around, in_layer=False), inserted=reads.inserted)
 
 
 @dataclass(frozen=True)
 class _Reads:
-    """The constraints of one call. mesh: of their shardings."""
+    """The constraints of one call. where: the file:line of the rules. axes: those that no value has after it. mesh: for the shardings."""
 
     where: str
+    axes: frozenset[str]
     mesh: Any
     inserted: list[Inserted]
 
     def whole(self, var: Var, parts: Dims, equation: Equation, place: Place) -> tuple[list[Equation], Var]:
         """Equations that make a variable whole before an equation that reads it, and the whole variable."""
-        free, split = (NamedSharding(self.mesh, partition_spec(dims)) for dims in (((),) * len(parts), parts))
+        rest = tuple(tuple(axis for axis in axes if axis not in self.axes) for axes in parts)
+        free, split = (NamedSharding(self.mesh, partition_spec(dims)) for dims in (rest, parts))
         self.inserted.append((self.where, "parameter, read whole", place.path, equation, var, free, split))
         return constraint_equations(var, free, split, equation)
 
 
 def _gathered(program: Program, split: _Split, reads: _Reads, around: Place, *, in_layer: bool) -> Program:
-    """The program that reads whole values of these variables. in_layer: whether it is the body of a loop that nothing recomputes."""
+    """The program that reads whole values of these variables. in_layer: whether it is in a loop, and nothing recomputes it."""
     eqns: list[Equation] = []
     whole: dict[Var, Var] = {}
     for equation in jx.body(program).eqns:
@@ -77,21 +80,26 @@ def _gathered(program: Program, split: _Split, reads: _Reads, around: Place, *, 
             eqns.append(equation)
             continue
         inside = _entered(equation, split) or _looked_up(equation, split)
+        gathers: list[Equation] = []
+        if in_layer:
+            whole = {}
         for var in dict.fromkeys(a for a in equation.invars if jx.is_var(a) and a in split):
             if var not in whole and var not in inside:
                 new, whole[var] = reads.whole(var, split[var], equation, place_of(equation, around))
-                eqns += new
+                gathers += new
         operands = [whole[a] if jx.is_var(a) and a in whole and a not in inside else a for a in equation.invars]
-        eqns.append(_with_inside(equation, inside, reads, around).replace(invars=operands))
-    new_program = jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
-    # JAX cannot keep complex values of a region with a policy.
-    is_real = not any(jnp.issubdtype(jx.dtype_of(v), jnp.complexfloating) for e in eqns for v in e.outvars if not jx.is_dropped(v))
-    return wrap_in_checkpoint(new_program, _keeps_all_but_wholes, in_scan=True) if in_layer and whole and is_real else new_program
+        reader = _with_inside(equation, inside, reads, around, in_layer=in_layer).replace(invars=operands)
+        eqns += [_again_in_backward(program, gathers, reader)] if in_layer and gathers else [*gathers, reader]
+    return jx.with_body(program, eqns=eqns, outvars=jx.body(program).outvars)
 
 
-def _keeps_all_but_wholes(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """The policy of a layer: what is gathered, and what is only another form of it, is made again in the backward pass."""
-    return primitive.name not in _RECOMPUTED
+def _again_in_backward(program: Program, gathers: Sequence[Equation], reader: Equation) -> Equation:
+    """An equation and the gathers of what it reads, as a region that keeps nothing but what it is given: the parameter in parts."""
+    made = {var for equation in gathers for var in equation.outvars}
+    given = list(dict.fromkeys(a for e in (*gathers, reader) for a in e.invars if jx.is_var(a) and a not in made))
+    region = wrap_in_checkpoint(jx.program_of(program, given, [*gathers, reader], reader.outvars), None, in_scan=True)
+    (equation,) = jx.body(region).eqns
+    return equation.replace(invars=[*given], outvars=reader.outvars)
 
 
 def _through(equation: Equation, split: Mapping[Var, Dims]) -> Dims | None:
@@ -133,13 +141,14 @@ def _looked_up(equation: Equation, split: Mapping[Var, Dims]) -> _Split:
     return {table: split[table]} if equation.primitive.name == "gather" and jx.is_var(table) and table in split and is_less else {}
 
 
-def _with_inside(equation: Equation, inside: _Split, reads: _Reads, around: Place) -> Equation:
+def _with_inside(equation: Equation, inside: _Split, reads: _Reads, around: Place, *, in_layer: bool) -> Equation:
     if not inside:
         return equation
 
     def change(inner: Program) -> Program:
         pairs = zip(outer_operands(equation, inner), jx.body(inner).invars, strict=True)
         own = {v: inside[a][len(inside[a]) - len(jx.shape_of(v)) :] for a, v in pairs if a is not None and jx.is_var(a) and a in inside}
-        return _gathered(inner, own, reads, place_of(equation, around), in_layer=is_scan(equation))
+        is_layer = is_scan(equation) or (in_layer and not is_remat(equation))
+        return _gathered(inner, own, reads, place_of(equation, around), in_layer=is_layer)
 
     return map_subprograms(equation, change)

@@ -18,6 +18,8 @@ from jgt.rules.signals import BackwardRule, ContextRule, ExpertsRule, OverlapRul
 from jgt.rules.spec import SpecRule
 
 Own = Literal["drop", "keep"]
+ALL_AXES = "whole"
+"""Stands for all axes in `reads`."""
 _PARTS = ("overlap", "experts", "context")
 """The rules of a signal that name one axis."""
 
@@ -28,21 +30,23 @@ class SplitRule:
 
     params: the mesh axes that split parameters, each along a dim that suits it.
     optimizer: the mesh axes that split optimizer state and gradients alone.
+    tensor: the mesh axes that split matmuls, along dims that the program shows.
     """
 
     params: AxisNames = ()
     optimizer: AxisNames = ()
+    tensor: AxisNames = ()
     where: str = field(default="rules", compare=False)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """See `bind`."""
-        if bool(self.params) == bool(self.optimizer):
+        if bool(self.params or self.tensor) == bool(self.optimizer):
             yield "params", "one of params and optimizer has the axes. Write {params: [fsdp]}, or {optimizer: [data]} for the state alone"
 
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes of what is split."""
-        return self.params or self.optimizer
+        return (*(self.params or self.optimizer), *self.tensor)
 
 
 Slot = tuple[str | int, ...]
@@ -89,11 +93,11 @@ class Rules:
     signals: what happens at each signal, by a pattern such as `layers/*`.
     default: parameters without a rule are replicated. Without this key, they are an error.
     own: layouts that the program itself asks for are dropped, or kept beside the rules.
-    reads: `whole`: a parameter that is split is gathered where an operation reads it. Without this key, XLA chooses.
+    reads: the axes over which a parameter that is split is gathered where an operation reads it; `whole`: all. Without it, XLA chooses.
     otherwise: what splits large parameters without rules, or where those of a shipped file do not fit the program.
 
     is_chosen says whether they were made by `otherwise`, for one program; is_batch_implied, whether nobody wrote `inputs`, and they follow
-    the group `batch`.
+    the group `batch`. notes: what could not be chosen, and why.
     """
 
     FOLDER: ClassVar[str] = "rules"
@@ -105,9 +109,10 @@ class Rules:
     signals: tuple[SignalRule, ...] = ()
     default: Annotated[Literal["replicate"], "Leave it out so that a parameter without a rule is an error"] | None = None
     own: Own = "drop"
-    reads: Literal["whole"] | None = None
+    reads: AxisNames = ()
     otherwise: SplitRule | None = None
     is_chosen: bool = field(default=False, compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
     is_batch_implied: bool = field(default=False, compare=False)
     where: str = field(default="rules", compare=False)
 
@@ -132,7 +137,7 @@ class Rules:
         """The axes that a rule splits parameters, matmuls or experts over; axes of the optimizer state alone do not count."""
         specs = [*self.params, *(spec for rule in self.signals for spec in rule.params)]
         others = [part.axis for rule in self.signals for part in (rule.overlap, rule.experts) if part is not None]
-        of_others = () if self.otherwise is None else self.otherwise.params
+        of_others = () if self.otherwise is None or self.otherwise.optimizer else self.otherwise.axes
         return frozenset(axis for spec in specs for axis in spec.axes).union(others, of_others)
 
     @property
@@ -195,7 +200,8 @@ class Rules:
     def tree(self) -> dict[str, object]:
         """The mapping that a file of these rules contains, without those of signals."""
         tables = {key: {rule.pattern: rule.tree() for rule in getattr(self, key)} for key in ("inputs", "params", "optimizer")}
-        return {key: value for key, value in {**tables, "reads": self.reads, "default": self.default}.items() if value}
+        reads = ALL_AXES if ALL_AXES in self.reads else list(self.reads)
+        return {key: value for key, value in {**tables, "reads": reads, "default": self.default}.items() if value}
 
     def _axes_named(self) -> Iterator[tuple[str, str, str]]:
         """The file:line of each rule that names an axis, what messages call it, and the axis."""
@@ -206,6 +212,7 @@ class Rules:
             yield from ((part.where, f"{rule.pattern}: {key}", part.axis) for key, part in parts.items() if part)
         if self.otherwise is not None:
             yield from ((self.otherwise.where, "otherwise", axis) for axis in self.otherwise.axes)
+        yield from ((self.where, "reads", axis) for axis in self.reads if axis != ALL_AXES)
 
 
 def _without(part: Any, axes: Collection[str]) -> Any:

@@ -144,7 +144,7 @@ def _choose_rules(
     applied = apply(rules)
     if rules.otherwise is not None and not applied.fits(partial=partial):
         chosen = importlib.import_module("jgt.sharding.chosen")
-        rules = chosen.chosen_rules(rules, rules.otherwise, applied.params.places, site.sizes, pads=pad)
+        rules = chosen.chosen_rules(rules, rules.otherwise, traced.program, applied.params.places, site.sizes, pads=pad)
     problems: list[str] = []
     if traced.layouts:
         kept = importlib.import_module("jgt.sharding.own.kept")

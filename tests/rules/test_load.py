@@ -135,7 +135,7 @@ def test_a_file_extends_another_entry_by_entry(tmp_path):
             "params: {a: [[x, 1]]}",
             "r.yaml:1: params.a[0][1]: must be the name of a mesh axis or of a group in axes:, not the whole number 1",
         ),
-        ("reads: split", "r.yaml:1: reads: 'split' is not one of whole."),
+        ("reads: 1", "r.yaml:1: reads: must be the name of a mesh axis or of a group in axes:, not the whole number 1"),
         ("otherwise: {params: [x], optimizer: [y]}", "r.yaml:1: otherwise.params: one of params and optimizer has the axes"),
         ("otherwise: {signals: [x]}", "r.yaml:1: otherwise.signals: unknown key."),
         ("params: {a: [[...]]}", "r.yaml:1: params.a[0][0]: must be the name of a mesh axis"),

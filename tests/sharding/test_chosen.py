@@ -21,7 +21,8 @@ def place_of(path, shape, sliced=()):
 
 
 def chosen(places, sizes, axes=("fsdp",), pads=False, section="params"):
-    return chosen_rules(Rules(), SplitRule(**{section: axes}), places, sizes, pads=pads)
+    # Only `tensor` asks about the program.
+    return chosen_rules(Rules(), SplitRule(**{section: axes}), None, places, sizes, pads=pads)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_the_dim_that_is_split(shape, sliced, pads, spec):
     rules = chosen([place_of("a/w", shape, sliced)], {"fsdp": 8}, pads=pads)
     rule = match_param(rules, "a/w", [], len(shape) - len(sliced)).rule
     assert (rule.spec if rule else ((),) * (len(shape) - len(sliced))) == spec
-    assert rules.reads == "whole" and rules.default == "replicate"
+    assert rules.reads == ("whole",) and rules.default == "replicate"
 
 
 def test_two_axes_split_one_dim_or_two_or_what_they_can():
@@ -86,7 +87,7 @@ def test_an_array_by_itself():
 
 def test_the_state_alone():
     rules = chosen([place_of("w", (1024, 1024))], {"data": 8}, ("data",), section="optimizer")
-    assert not rules.params and rules.reads is None and [rule.spec for rule in rules.optimizer] == [((), ("data",))]
+    assert not rules.params and not rules.reads and [rule.spec for rule in rules.optimizer] == [((), ("data",))]
 
 
 # -- which rules a program gets --------------------------------------------------------------------------------------
@@ -106,7 +107,8 @@ BATCH = {"x": jnp.ones((16, 64))}
         ({"fsdp": 8}, "jgt:fsdp", [(("fsdp",), ()), ((), ("fsdp",))]),
         ({"fsdp": 8}, "jgt:any", [(("fsdp",), ()), ((), ("fsdp",))]),
         ({"replica": 2, "fsdp": 4}, "jgt:hybrid", [(("fsdp",), ()), ((), ("fsdp",))]),
-        ({"fsdp": 2, "tensor": 4}, "jgt:fsdp_tensor", [(("fsdp", "tensor"), ()), ((), ("fsdp", "tensor"))]),
+        ({"fsdp": 2, "tensor": 4}, "jgt:fsdp_tensor", [(("tensor",), ("fsdp",)), (("fsdp",), ("tensor",))]),
+        ({"data": 2, "tensor": 4}, "jgt:tensor", [(("tensor",), ()), ((), ("tensor",))]),
         ({"data": 8}, "jgt:zero1", [((), ()), ((), ())]),
     ],
 )
@@ -186,3 +188,15 @@ def test_a_cast_comes_before_the_gather():
     params, batch = {"w": jnp.ones((256, 256))}, {"x": jnp.ones((64, 256), jnp.bfloat16)}
     sharded = jgt.shard(cast, "jgt:fsdp", jgt.make_mesh({"fsdp": 8}))
     assert [value.dtype for value, _ in gathers(jax.make_jaxpr(sharded)(params, batch).jaxpr)] == [jnp.bfloat16]
+
+
+def test_the_axes_over_which_parameters_are_read_whole():
+    """`reads` may name some of the axes; the others stay, and one that the mesh lacks is an error."""
+    mesh = jgt.make_mesh({"fsdp": 2, "tensor": 4})
+    rules = {"params": {"up": ["fsdp", "tensor"], "down": ["tensor", None]}, "reads": ["fsdp"], "default": "replicate"}
+    sharded = jgt.shard(loss, rules, mesh)
+    read = [(one.spec, one.backward) for one in sharded.inserted(PARAMS, BATCH) if one.value == "parameter, read whole"]
+    assert read == [("[null, tensor]", "[fsdp, tensor]")]
+    assert sharded.placement(PARAMS, BATCH).rules.tree()["reads"] == ["fsdp"]
+    with pytest.raises(jgt.InputError, match=r"reads: the mesh has no axis 'fsdq'. Did you mean 'fsdp'\?"):
+        jgt.shard(loss, {**rules, "reads": "fsdq"}, mesh).placement(PARAMS, BATCH)

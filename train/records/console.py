@@ -130,6 +130,7 @@ def describe_choice(setup: Setup) -> Iterator[str]:
         file = f"{named.value}" if named is not None and isinstance(named.value, str) else "otherwise:"
         num_split = sum(any(p.optimizer_dims) for p in parameters)
         yield f"{file} splits {num_split} of {len(parameters)} parameters, each by its size. jgt rules FILE writes them as a rules file"
+        yield from setup.run.rules.notes
 
 
 def describe_storage(storage: Storage) -> Iterator[str]:

@@ -120,7 +120,8 @@ def rules_text(setup: Setup) -> str:
     mesh = ", ".join(f"{axis}: {size}" for axis, size in setup.mesh.shape.items())
     root = setup.run.rules_root
     tree = setup.run.rules.tree() if root is None else root.plain()
-    return f"# Rules for {setup.num_parameters:,} parameters on the mesh {{{mesh}}}.\n{document.dump(tree)}"
+    notes = "".join(f"# {note}\n" for note in setup.run.rules.notes)
+    return f"# Rules for {setup.num_parameters:,} parameters on the mesh {{{mesh}}}.\n{notes}{document.dump(tree)}"
 
 
 def print_published(described: Described, config: ModelConfig, *, shows_tensors: bool) -> None:

@@ -209,10 +209,10 @@ def test_a_run_keeps_the_rules_that_were_chosen_and_takes_them_again(run_of, tmp
 
 def test_shipped_rules_for_other_models_are_one_line(run_of):
     with pytest.raises(InputError) as caught:
-        check_placement(run_of("run", "mesh={data: 2, tensor: 4}", "rules=jgt:tensor"))
+        check_placement(run_of("run", "mesh={data: 2, seq: 4}", "rules=jgt:context"))
     (problem,) = caught.value.problems
     assert problem.startswith(
-        "command line: rules=jgt:tensor: rules: jgt:tensor: 5 of its rules name parts of jgt's own models that mine:Deep"
+        "command line: rules=jgt:context: rules: jgt:context: 5 of its rules name parts of jgt's own models that mine:Deep"
     )
     assert problem.endswith("Use jgt:any, which fits every model, or write others (docs/rules.md)")
 
