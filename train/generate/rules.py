@@ -54,8 +54,10 @@ def generation_rules(
     named = tuple(spec for spec in rules.inputs if "cache" in spec.pattern)
     tree: dict[str, Any] = {"inputs": {"tokens": [[*batch], ...], "lengths": [[*batch]], "cache/**": [[*batch], ...]}}
     if kv_heads is not None:
-        layout, of_keys = ({name: _layout(rules, name, batch, mesh, heads) for name in _KEYS} for heads in kv_heads)
-        tree["signals"] = {_ATTENTION: {"tensors": {f"{name}_cache": spec for name, spec in layout.items()} | _of_keys(rules, of_keys)}}
+        in_cache, of_keys = kv_heads
+        layout = {name: _layout(rules, name, batch, mesh, in_cache) for name in _KEYS}
+        others = _of_keys(rules, layout) if in_cache == of_keys else {}
+        tree["signals"] = {_ATTENTION: {"tensors": {f"{name}_cache": spec for name, spec in layout.items()} | others}}
         stacks = {f"cache/full/{n}": _of_stack(layout[name]) for n, name in zip(("keys", "values"), _KEYS, strict=True)}
         # The slots of a window need not be divisible.
         windows = {path.replace("full", "window"): [*spec[:3], None, *spec[4:]] for path, spec in stacks.items()}

@@ -14,7 +14,7 @@ import jgt
 from train.generate.batch import TextBatch, TextRequest
 from train.generate.caching import caching_of
 from train.generate.programs import TextPrograms
-from train.generate.rules import generation_rules
+from train.generate.rules import _dims_of, generation_rules
 from train.models.config import ModelConfig, OwnModel
 from train.models.decoder import build
 from train.models.model import of_nnx
@@ -139,6 +139,15 @@ def test_a_step_gathers_no_weights():
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
     # What a step gathers are the tokens that it has drawn.
     assert not [line for line in text.splitlines() if " all-gather(" in line and "f32[8]" not in line and "s32[8]" not in line]
+
+
+def test_latents_are_one_head_and_their_keys_are_split_by_heads():
+    rules, batch = jgt.load_rules("jgt:fsdp_tensor"), ("data", "fsdp")
+    for _ in range(2):
+        # A plan makes the rules of generation of such rules again.
+        rules = generation_rules(rules, batch, {"data": 2, "fsdp": 2, "tensor": 2}, (1, 8))
+        for name, axes in (("k", ("tensor",)), ("v", ("tensor",)), ("k_cache", ()), ("v_cache", ())):
+            assert _dims_of(rules, name) == (batch, (), axes, ())
 
 
 def test_a_cache_has_the_bytes_of_its_formula():
