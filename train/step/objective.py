@@ -35,7 +35,10 @@ Arrays = dict[str, jax.Array]
 """A batch on the devices: arrays [b, ...] by name."""
 
 
-RESERVED = ("loss", "grad_norm", "applied", "step", "lr", "time", "samples", "tokens", "epoch", "mfu")
+RESERVED = (
+    *("loss", "grad_norm", "applied", "step", "lr", "time", "samples", "tokens", "epoch", "mfu", "step_time_s", "samples_per_s"),
+    *("tokens_per_s", "memory_bytes", "memory_peak_bytes", "memory_limit_bytes"),
+)
 """Names that a step's row has anyway, which a metric cannot have."""
 
 

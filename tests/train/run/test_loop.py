@@ -23,6 +23,7 @@ from train.models.decoder import build
 from train.processes.watch import Watch
 from train.run.train import train
 from train.setup import prepare
+from train.step.objective import RESERVED
 
 RULES = "rules={axes: {batch: [data]}, default: replicate}"
 SIX_STEPS = ("train.steps=6", "train.eval_every=3", "data.eval_tokens=1000", "checkpoint.every=2", "checkpoint.keep=2")
@@ -127,6 +128,8 @@ def test_a_logged_step(straight, read_rows):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     keys = {"step", "loss", "grad_norm", "lr", "time", "samples", "tokens", "epoch", "step_time_s", "tokens_per_s", "mfu"}
     assert all(row.keys() == keys for row in rows)  # a CPU has no figures of its memory
+    # A metric of the loss would be lost behind any of them.
+    assert keys < {*RESERVED}
     assert [(row["samples"], row["tokens"]) for row in rows] == [(16 * n, 16 * n * 32) for n in range(1, 7)]
     # A window is 33 tokens, and the next one begins with its last.
     assert [row["epoch"] for row in rows] == pytest.approx([16 * n / (30372 // 32) for n in range(1, 7)], abs=1e-3)
