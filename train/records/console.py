@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 
 from jax.sharding import Mesh
@@ -25,6 +26,8 @@ from ..setup.program import ModelProgram
 from .summary import step_line
 
 _WIDTH_OF_FILES = 80
+_NUMBERED = re.compile(r"(?<![^/])[0-9]+(?![^/])|(?<=_)[0-9]+(?=/|$)")
+"""The numbers of layers in paths: `blocks/0/up`, `layers_0/mlp`."""
 _NOTEBOOK_SECONDS = 0.2
 """The least time between two lines in a notebook."""
 
@@ -65,13 +68,13 @@ class Screen:
         # The bytes that a device keeps between steps.
         sizes = [p.bytes_per_device(setup.mesh) for p in setup.storage.placement.parameters]
         # The last row has the parameters without the optimizer's state, which has other shapes; the dry run shows it.
-        columns = {
-            "name": [*(p.path for p in parameters), f"{setup.num_parameters:,} parameters"],
-            "signal": [*(", ".join(p.signals) or "(none)" for p in parameters), ""],
-            "shape": [*("x".join(map(str, p.shape)) for p in parameters), ""],
-            "spec": [*(p.spec for p in parameters), ""],
-            "bytes/device": [*(amount(size, "B") for size in sizes), amount(sum(sizes), "B")],
-        }
+        rows = [
+            (p.path, ", ".join(p.signals) or "(none)", "x".join(map(str, p.shape)), p.spec, size)
+            for p, size in zip(parameters, sizes, strict=True)
+        ]
+        rows = [*folded_rows(rows), (f"{setup.num_parameters:,} parameters", "", "", "", sum(sizes))]
+        names, signals, shapes, specs, counts = zip(*rows, strict=True)
+        columns = {"name": names, "signal": signals, "shape": shapes, "spec": specs, "bytes/device": [amount(n, "B") for n in counts]}
         # Names and specs are what rules are written with.
         shown = Console.fitted(columns, self._console.width, ["shape"])
         self.table("Parameters", list(shown), list(map(list, zip(*shown.values(), strict=True))), numbers=1)
@@ -93,6 +96,18 @@ class Screen:
             return self._console.width
         columns = os.environ.get("COLUMNS", "")
         return int(columns) if columns.isdecimal() and 0 < int(columns) < 1000 else _WIDTH_OF_FILES
+
+
+def folded_rows(rows: Sequence[tuple[str, str, str, str, int]]) -> list[tuple[str, str, str, str, int]]:
+    """Rows of parameters, where those of equal layers are one: `blocks/* (48)` for blocks/0 to blocks/47. Its bytes are those of all."""
+    groups: dict[tuple[str, ...], list[tuple[str, str, str, str, int]]] = {}
+    for row in rows:
+        name, signal = (_NUMBERED.sub("*", text) for text in row[:2])
+        groups.setdefault((name, signal, *row[2:4]), []).append(row)
+    return [
+        same[0] if len(same) == 1 else (f"{key[0]} ({len(same)})", key[1], key[2], key[3], sum(row[4] for row in same))
+        for key, same in groups.items()
+    ]
 
 
 def _folded(line: str, width: int) -> str:

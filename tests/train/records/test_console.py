@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from train.records.console import Screen
+from train.records.console import Screen, folded_rows
 from train.records.summary import describe_data
 from train.run.train import train
 
@@ -159,3 +159,21 @@ def test_a_long_line_continues_below_between_two_words(monkeypatch):
 )
 def test_the_data_in_a_line(fingerprint, line):
     assert describe_data(fingerprint) == line
+
+
+def test_equal_layers_of_a_loop_are_one_row():
+    """A row for each layer whose shape or spec differs; the bytes are those of all, and names of other numbers stay."""
+    rows = [
+        (f"blocks/{n}/{name}", f"block_{n}", "8x8", spec, 4)
+        for n in range(48)
+        for name, spec in (("up", "[null, x]"), ("down", "[x, null]"))
+    ]
+    rows[7 * 2] = ("blocks/7/up", "block_7", "8x9", "[null, x]", 5)
+    rows += [("head/w2", "head", "8", "[]", 1), ("layer_3/w", "", "8", "[]", 1)]
+    assert folded_rows(rows) == [
+        ("blocks/*/up (47)", "block_*", "8x8", "[null, x]", 47 * 4),
+        ("blocks/*/down (48)", "block_*", "8x8", "[x, null]", 48 * 4),
+        ("blocks/7/up", "block_7", "8x9", "[null, x]", 5),
+        ("head/w2", "head", "8", "[]", 1),
+        ("layer_3/w", "", "8", "[]", 1),
+    ]
