@@ -48,13 +48,20 @@ class FourBits:
         """A part of a tensor as `Folder.read` reads it, in f32 if it is stored in four bits."""
         if name not in self.packed:
             return self.folder.read(name, slices)
-        experts, inputs, outputs = spans(self.packed[name], slices)
+        part = spans(self.packed[name], slices)
+        made = np.empty([len(span) for span in part], np.float32)
+        # One after another, as what it takes to unpack a matrix is several times the matrix.
+        for n, expert in enumerate(part[0]):
+            made[n] = self._matrix(name, expert, *part[1:])
+        return made
+
+    def _matrix(self, name: str, expert: int, inputs: range, outputs: range) -> np.ndarray[Any, Any]:
         first = inputs.start // _SIZE
-        place = [*(slice(one.start, one.stop, one.step) for one in (experts, outputs)), slice(first, -(-inputs.stop // _SIZE))]
-        codes, scales = (self.folder.read(f"{name}{end}", place) for end in (_BLOCKS, _SCALES))
+        place = [slice(expert, expert + 1), slice(outputs.start, outputs.stop, outputs.step), slice(first, -(-inputs.stop // _SIZE))]
+        codes, scales = (self.folder.read(f"{name}{end}", place)[0] for end in (_BLOCKS, _SCALES))
         numbers = _VALUES[np.stack([codes & 15, codes >> 4], axis=-1)].reshape(*scales.shape, _SIZE)
-        rows = np.ldexp(numbers, scales[..., None].astype(np.int32) - _BIAS).reshape(*scales.shape[:2], -1)
-        return rows[..., inputs.start - first * _SIZE : inputs.stop - first * _SIZE].swapaxes(-1, -2)
+        rows = np.ldexp(numbers, scales[..., None].astype(np.int32) - _BIAS).reshape(len(outputs), -1)
+        return rows[:, inputs.start - first * _SIZE : inputs.stop - first * _SIZE].T
 
 
 def _unpacked(blocks: Tensor) -> Tensor:

@@ -27,6 +27,14 @@ POSITIONS = {
     "signals": {"layers/attn": {"tensors": {"{k,v}_cache": ["batch", "tensor", None, None]}}},
     "default": "replicate",
 }
+HEADS = {
+    "axes": {"batch": ["fsdp", "expert"]},
+    "signals": {
+        "layers/attn": {"tensors": {"{q,k,v,heads}": ["batch", None, "tensor", None]}},
+        "layers/moe": {"params": {"experts/*": ["expert", None, None]}, "experts": {"axis": "expert"}},
+    },
+    "default": "replicate",
+}
 MESHES = {
     "none": ({"data": 1}, None),
     "data": ({"data": 8}, "replicated"),
@@ -36,6 +44,7 @@ MESHES = {
     "sequence": ({"data": 4, "tensor": 2}, "sequence"),
     "expert": ({"data": 2, "fsdp": 1, "expert": 4}, "experts"),
     "positions": ({"data": 2, "tensor": 4}, POSITIONS),
+    "heads": ({"fsdp": 2, "tensor": 2, "expert": 2}, HEADS),
 }
 """Meshes with their rules. `tensor` has as many devices as gpt2 has key/value heads, and more than the other models have."""
 GREEDY, WARM = Sampling(temperature=0.0), Sampling(temperature=1.0, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
@@ -99,9 +108,10 @@ ON_ALL = (*DENSE, "dots1", "gpt_oss", "mixtral", "qwen3_moe", "deepseek_v3", "de
 def on_meshes():
     """These families on every mesh that they have rules for, and each of the others on one."""
     for n, name in enumerate(WRITTEN):
-        fitting = ["none", "data", "expert"] if name in EXPERTS + LATENT else [mesh for mesh in MESHES if mesh != "expert"]
+        is_mixed = name in EXPERTS + LATENT
+        fitting = ["none", "data", "expert"] if is_mixed else [mesh for mesh in MESHES if mesh not in ("expert", "heads")]
         # Rules for layers without experts are in use for their first one, and split the heads of all.
-        fitting += ["2x2x2", "tensor", "positions"] if name in LATENT else []
+        fitting += ["2x2x2", "tensor", "positions"] if name in LATENT else ["heads"] if is_mixed else []
         yield from ((name, mesh) for mesh in (fitting if name in ON_ALL else [fitting[n % len(fitting)]]))
 
 

@@ -17,7 +17,7 @@ from train.models.decoder import build
 from train.models.experts.balance import Routed, routed, settled, terms
 from train.models.experts.config import ExpertsConfig, GroupsConfig
 from train.models.experts.routing import route
-from train.models.moe import MoE
+from train.models.moe import MoE, _by_row
 
 CONFIGS = {
     "softmax": ExpertsConfig(count=6, choose=2),
@@ -29,6 +29,7 @@ CONFIGS = {
     "shared": ExpertsConfig(count=4, choose=2, shared=2, ffn=5),
 }
 EMBED, SHAPE = 8, (3, 7)
+CLAMPED = {"biases": ("experts", "router"), "swiglu_alpha": 1.7, "swiglu_limit": 0.6, "swiglu_offset": 1.0}
 
 
 # -- the reference -----------------------------------------------------------------------------------------------
@@ -58,12 +59,18 @@ def tokens_and_logits(config, spread=2.0):
 
 def every_expert(config, params, x, bias):
     """The layer, with each expert computed for each token."""
-    logits = x @ params["router"]["kernel"]
+    logits = x @ params["router"]["kernel"] + params["router"].get("bias", jnp.zeros(config.count))[None, None]
     choice, scale = route(logits, bias, config)
     gates = jnp.sum(jax.nn.one_hot(choice, config.count) * scale[..., None], axis=-2)  # [b, s, E]
-    p = params["experts"]
-    hidden = jax.nn.silu(jnp.einsum("bsd,edf->bsef", x, p["gate"])) * jnp.einsum("bsd,edf->bsef", x, p["up"])
+    p, biases = params["experts"], params.get("expert_biases")
+    gate, up = (jnp.einsum("bsd,edf->bsef", x, p[name]) for name in ("gate", "up"))
+    if biases is None:
+        hidden = jax.nn.silu(gate) * up
+    else:
+        gate, up = jnp.minimum(gate + biases["gate"][None, None], 0.6), jnp.clip(up + biases["up"][None, None], -0.6, 0.6)
+        hidden = gate / (1 + jnp.exp(-1.7 * gate)) * (up + 1)
     y = jnp.einsum("bsef,efd,bse->bsd", hidden, p["down"], gates)
+    y += 0.0 if biases is None else jnp.einsum("ed,bse->bsd", biases["down"], gates)
     if config.shared:
         p = params["shared"]
         y += (jax.nn.silu(x @ p["gate_proj"]["kernel"]) * (x @ p["up_proj"]["kernel"])) @ p["down"]["kernel"]
@@ -86,12 +93,16 @@ def test_a_token_gets_the_experts_and_scales_of_the_reference(name):
             np.testing.assert_allclose(scale[place], scales, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, "clamped"])
 def test_values_and_gradients_are_those_of_every_expert_on_every_token(name):
-    config = CONFIGS[name]
+    config, options = (CONFIGS["softmax"], CLAMPED) if name == "clamped" else (CONFIGS[name], {})
     x, _ = tokens_and_logits(config)
-    layer = MoE(ModelConfig(layers=1, embed=EMBED, heads=2, ffn=12, experts=config), rngs=nnx.Rngs(0))
+    layer = MoE(ModelConfig(layers=1, embed=EMBED, heads=2, ffn=12, experts=config, **options), rngs=nnx.Rngs(0))
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
+    if options:
+        # Biases begin at zero.
+        rng = np.random.default_rng(4)
+        params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), params)
     bias = None
     if config.balance == "bias":
         bias = jnp.asarray(np.random.default_rng(2).normal(size=config.count), jnp.float32)
@@ -109,6 +120,18 @@ def test_values_and_gradients_are_those_of_every_expert_on_every_token(name):
     expected = jax.jit(jax.value_and_grad(slow, argnums=(0, 1)))(params, jnp.asarray(x))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=3e-6 * max(np.abs(b).max(), 1e-3 if b.ndim else 1.0))
+
+
+def test_rows_of_no_expert_reach_no_gradient_of_a_bias():
+    rng, sizes = np.random.default_rng(0), jnp.array([3, 0, 2])
+    bias = jnp.asarray(rng.normal(size=(3, 4)), jnp.float32)
+    rows, pull = jax.vjp(lambda bias: _by_row(bias, sizes, 8), bias)
+    np.testing.assert_array_equal(rows, [*[bias[0]] * 3, *[bias[2]] * 2, *np.zeros((3, 4))])
+    cotangent = rng.normal(size=(8, 4)).astype(np.float32)
+    wanted = [cotangent[:3].sum(0), np.zeros(4), cotangent[3:5].sum(0)]
+    # A kernel leaves there what was in memory.
+    cotangent[5:] = np.nan
+    np.testing.assert_allclose(pull(jnp.asarray(cotangent))[0], wanted, rtol=1e-6)
 
 
 def test_experts_start_different_and_scaled_by_their_inputs():
@@ -197,6 +220,11 @@ def test_equal_loads_have_a_balance_loss_of_one():
             "experts: experts are gated MLPs behind the attention. Leave experts out, or gated: false and parallel",
         ),
         ("{experts: {balance: bais}}", "did you mean 'bias'"),
+        ("{biases: [out, router]}", "biases: without a mixture there is no linear layer router. Give experts, or leave router out"),
+        (
+            "{swiglu_limit: 7, activation: gelu}",
+            "swiglu_limit: only a gated MLP with silu has it. Leave swiglu_limit out, or use gated: true",
+        ),
     ],
 )
 def test_a_section_that_does_not_fit_is_refused(model, message):
@@ -215,3 +243,5 @@ def test_flops_count_the_chosen_experts_alone():
 
     # 2 chosen experts and a shared one are as wide as the MLP. The routers remain, in two layers.
     assert flops(mixed) - flops(dense) == 6 * 2 * 16 * 8
+    # So do biases, of the chosen ones.
+    assert flops(replace(mixed, biases=("experts",))) - flops(mixed) == 6 * 2 * 2 * (8 + 8 + 16)
