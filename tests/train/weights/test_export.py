@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from golden_models import variables_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from test_four_bits import in_four_bits
 
 import jgt
 from jgt.document import InputError, Node, bind
@@ -464,3 +465,18 @@ def test_the_biases_of_routers_are_trained_on_from_those_of_the_files(tmp_path):
     for place in (tmp_path / "run", tmp_path / "exports" / "3"):
         found = load_model(place).variables["layers"]["moe"]["bias"]
         np.testing.assert_array_equal(found, [*map(after.read, names)])
+
+
+@pytest.mark.slow
+def test_frozen_experts_in_four_bits_are_exported_as_their_products(tmp_path):
+    four, plain = in_four_bits(tmp_path / "made")
+    shutil.copytree(four, tmp_path / "hf")
+    start(tmp_path, "optimizer.train=['layers/attn/**']", "checkpoint.export.dtype=f32")
+    before, after = open_folder(plain), open_folder(tmp_path / "exports" / "3")
+    assert before.tensors.keys() == after.tensors.keys()
+    for name in after.tensors:
+        is_equal = np.array_equal(after.read(name), before.read(name))
+        assert is_equal != (".self_attn." in name), name
+    assert "quantization_config" not in json.loads((tmp_path / "exports" / "3" / "config.json").read_text())
+    logits = [load_model(place).logits(np.array([[3, 4, 5, 6]])) for place in (tmp_path / "run", tmp_path / "exports" / "3")]
+    np.testing.assert_array_equal(*logits)
