@@ -157,6 +157,8 @@ def ablations():
         yield from ((name, key) for key, value in keys.items() if key in DEFAULTS and key not in fixed and value != DEFAULTS[key])
         for part, inner in INNER.items():
             found, kind = keys.get(part) or {}, PARTS[part]
+            # Two rotary frequencies are on both sides of any number of turns.
+            inner = [key for key in inner if (name, key) != ("kimi_k2", "fast")]
             yield from ((name, f"{part}.{key}") for key in inner if found.get(key, getattr(kind, key)) != getattr(kind, key))
 
 
