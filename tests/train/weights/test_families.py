@@ -158,8 +158,8 @@ def ablations():
         for part, inner in INNER.items():
             found, kind = keys.get(part) or {}, PARTS[part]
             # Two rotary frequencies are on both sides of any number of turns.
-            inner = [key for key in inner if (name, key) != ("kimi_k2", "fast")]
-            yield from ((name, f"{part}.{key}") for key in inner if found.get(key, getattr(kind, key)) != getattr(kind, key))
+            counted = [key for key in inner if (name, key) != ("kimi_k2", "fast")]
+            yield from ((name, f"{part}.{key}") for key in counted if found.get(key, getattr(kind, key)) != getattr(kind, key))
 
 
 def without(config, key):
