@@ -45,7 +45,7 @@ def _is_checked(module: ir.Module, scope: str) -> bool:
     """Whether a module is for several devices and the name of an operation has this scope."""
     found = False
 
-    def look(op: Any) -> Any:
+    def look(op: ir.Operation) -> ir.WalkResult:
         nonlocal found
         found = isinstance(op.location, ir.NameLoc) and scope in op.location.name_str
         return ir.WalkResult.INTERRUPT if found else ir.WalkResult.ADVANCE

@@ -14,14 +14,14 @@ from jgt.sharding.partitioner.grid import Splits, count_parts
 from jgt.sharding.partitioner.shardy import made_of, type_shape
 
 
-def _scattered(op: Any) -> tuple[list[int], list[int]]:
+def _scattered(op: ir.Operation) -> tuple[list[int], list[int]]:
     """The dims of the operand that the indices of a scatter choose from, and the dims of its updates that are not of one window."""
     numbers = stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
     updates = op.operands[len(op.operands) - 1]
     return [*numbers.scattered_dims_to_operand_dims], [d for d in range(len(type_shape(updates))) if d not in numbers.update_window_dims]
 
 
-def has_one_window(op: Any) -> bool:
+def has_one_window(op: ir.Operation) -> bool:
     """Whether a scatter has one window, or one in each of a batch. XLA for CPUs reads the old numbers by a slice that it does not clamp."""
     numbers = stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
     batch = numbers.scatter_indices_batching_dims
@@ -29,35 +29,35 @@ def has_one_window(op: Any) -> bool:
     return math.prod(size for d, size in enumerate(shape) if d not in (numbers.index_vector_dim, *batch)) == 1
 
 
-def updates_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:
+def updates_wrongly(op: ir.Operation, layouts: Sequence[Splits]) -> bool:
     return any(layouts[0][d] or layouts[-1][d] for d in _scattered(op)[0])
 
 
-def shares_updates(op: Any, layouts: Sequence[Splits]) -> bool:
+def shares_updates(op: ir.Operation, layouts: Sequence[Splits]) -> bool:
     """Whether devices compare their updates, because the indices or the updates of a scatter are split."""
     return any(layouts[1]) or any(layouts[2][d] for d in _scattered(op)[1])
 
 
-def hold_operands(op: Any) -> None:
+def hold_operands(op: ir.Operation) -> None:
     """Hides from XLA how the operands were made: by a slice that it would merge with a scatter's own, or by a broadcast."""
     held = stablehlo.OptimizationBarrierOp(list(op.operands)[: len(op.results)]).results
     for n, value in enumerate(held):
         op.operands[n] = value
 
 
-def _updated(op: Any) -> list[tuple[Any, Any]]:
+def _updated(op: ir.Operation) -> list[tuple[Any, Any]]:
     """Each array that a scatter or an update of a slice changes, with its updates."""
     count, first = len(op.results), 1 if op.name == "stablehlo.dynamic_update_slice" else len(op.results) + 1
     return [(op.operands[n], op.operands[first + n]) for n in range(count)]
 
 
-def copies_itself(op: Any) -> bool:
+def copies_itself(op: ir.Operation) -> bool:
     """Whether an array is updated with a part of itself, in one window. XLA may then write into the array that it still reads."""
     has_one = op.name == "stablehlo.dynamic_update_slice" or has_one_window(op)
     return has_one and any(operand in made_of(update, 64) for operand, update in _updated(op))
 
 
-def hold_sources(op: Any) -> None:
+def hold_sources(op: ir.Operation) -> None:
     """Has all but the update itself read its arrays behind a barrier."""
     for operand, _ in _updated(op):
         owner = operand.owner
@@ -67,7 +67,7 @@ def hold_sources(op: Any) -> None:
         operand.replace_all_uses_except(held.results[0], [op, held.operation])
 
 
-def _repeated_dims(value: Any, depth: int = 32) -> set[int]:
+def _repeated_dims(value: ir.Value, depth: int = 32) -> set[int]:
     """The dims along which XLA may know that a value repeats itself, because it was broadcast. depth: how far back to look."""
     op, shape = value.owner, type_shape(value)
     if isinstance(op, ir.Block) or not shape:
@@ -92,13 +92,13 @@ def _repeated_dims(value: Any, depth: int = 32) -> set[int]:
     return found
 
 
-def reshapes_repeated(op: Any) -> bool:
+def reshapes_repeated(op: ir.Operation) -> bool:
     """Whether a reshape of a repeated value changes its rank. JAX may write it as a broadcast."""
     before, after = type_shape(op.operands[0]), type_shape(op.results[0])
     return len(before) != len(after) and math.prod(before) == math.prod(after) and bool(_repeated_dims(op.operands[0]))
 
 
-def reshapes_wrongly(op: Any, layouts: Sequence[Splits]) -> bool:
+def reshapes_wrongly(op: ir.Operation, layouts: Sequence[Splits]) -> bool:
     """Whether XLA may take a dim of which each device has one element for the repeated dim beside it.
 
     It then believes that all devices have the same, and leaves out a permutation of the elements.

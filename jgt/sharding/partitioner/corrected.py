@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any
 
 from jaxlib.mlir import ir
 
@@ -82,11 +81,11 @@ def _constrain(module: ir.Module, layouts: Sequence[OperationLayout]) -> list[Av
     return avoided
 
 
-def _name_of(op: Any) -> str:
+def _name_of(op: ir.Operation) -> str:
     return op.location.name_str if isinstance(op.location, ir.NameLoc) else op.name
 
 
-def _line_of(op: Any) -> str:
+def _line_of(op: ir.Operation) -> str:
     """The file:line of the innermost user code that an operation comes from; empty if it is not known."""
     place = op.location
     while not isinstance(place, ir.FileLineColLoc):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
@@ -47,7 +46,7 @@ class OperationDims:
         return self.factors[len(self.factors) - self.num_summed :]
 
 
-def _dims_of_dot(op: Any) -> OperationDims:
+def _dims_of_dot(op: ir.Operation) -> OperationDims:
     numbers = stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"])
     batch = list(zip(numbers.lhs_batching_dimensions, numbers.rhs_batching_dimensions, strict=True))
     summed = list(zip(numbers.lhs_contracting_dimensions, numbers.rhs_contracting_dimensions, strict=True))
@@ -58,7 +57,7 @@ def _dims_of_dot(op: Any) -> OperationDims:
     return OperationDims(arrays=(0, 1, 2), factors=tuple(factors), num_batch=len(batch), num_summed=len(summed))
 
 
-def _dims_of_convolution(op: Any) -> OperationDims:
+def _dims_of_convolution(op: ir.Operation) -> OperationDims:
     n = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
     groups, batches = (ir.IntegerAttr(op.attributes[name]).value for name in ("feature_group_count", "batch_group_count"))
     rows = (n.input_batch_dimension, None, n.output_batch_dimension)
@@ -70,7 +69,7 @@ def _dims_of_convolution(op: Any) -> OperationDims:
     return OperationDims(arrays=(0, 1, 2), factors=(rows, features, inner), num_summed=1)
 
 
-def _dims_of_window(op: Any) -> OperationDims:
+def _dims_of_window(op: ir.Operation) -> OperationDims:
     """reduce_window has n operands, n initial values, n results; select_and_scatter an operand, a source, an initial value, a result."""
     half = len(op.operands) // 2
     if op.name == "stablehlo.select_and_scatter":
@@ -82,14 +81,14 @@ def _dims_of_window(op: Any) -> OperationDims:
     return OperationDims(arrays=arrays, factors=tuple((d,) * len(arrays) for d in still))
 
 
-def _dims_of_pad(op: Any) -> OperationDims:
+def _dims_of_pad(op: ir.Operation) -> OperationDims:
     names = ("edge_padding_low", "edge_padding_high", "interior_padding")
     padding = zip(*(ir.DenseI64ArrayAttr(op.attributes[name]) for name in names), strict=True)
     still = [d for d, (low, high, inner) in enumerate(padding) if low >= 0 and high >= 0 and inner == 0]
     return OperationDims(arrays=(0, 2), factors=tuple((d, d) for d in still))
 
 
-def _dims_of_gather(op: Any) -> OperationDims:
+def _dims_of_gather(op: ir.Operation) -> OperationDims:
     """A gather sums over the dims that the indices choose from: each device looks up what it stores, and the others have zeros."""
     numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
     ranks = [len(type_shape(value)) for value in (*op.operands, op.results[0])]
@@ -104,7 +103,7 @@ def _dims_of_gather(op: Any) -> OperationDims:
     return OperationDims(arrays=(0, 1, 2), factors=(*columns, *rows, *chosen), num_columns=len(columns))
 
 
-def _dims_of_scatter(op: Any) -> OperationDims:
+def _dims_of_scatter(op: ir.Operation) -> OperationDims:
     """n operands, indices, n updates, n results. XLA's compiler dies of some whose indices are split unevenly."""
     numbers = stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
     count = len(op.results)
@@ -122,7 +121,7 @@ def _dims_of_scatter(op: Any) -> OperationDims:
     return OperationDims(arrays=tuple(range(len(of))), factors=whole, even=tuple(factor for factor in whole if factor[count] is not None))
 
 
-def _dims_of_slice(op: Any) -> OperationDims:
+def _dims_of_slice(op: ir.Operation) -> OperationDims:
     """XLA forgets a part of an operand whose sliced dim is split unevenly, if another operation reads it in another layout."""
     into, out = type_shape(op.operands[0]), type_shape(op.results[0])
     sliced = [d for d, size in enumerate(into) if out[d] != size]
@@ -130,7 +129,7 @@ def _dims_of_slice(op: Any) -> OperationDims:
     return OperationDims(arrays=(0, 1), factors=factors, even=tuple((d, None) for d in sliced))
 
 
-READERS: dict[str, Callable[[Any], OperationDims]] = {
+READERS: dict[str, Callable[[ir.Operation], OperationDims]] = {
     "stablehlo.dot_general": _dims_of_dot,
     "stablehlo.convolution": _dims_of_convolution,
     "stablehlo.reduce_window": _dims_of_window,

@@ -11,9 +11,10 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
 SubAxis = tuple[str, int, int]
@@ -30,7 +31,7 @@ class AxisGrid:
     devices: np.ndarray
 
     @classmethod
-    def around(cls, op: Any, mesh: Any, shardings: Sequence[Any]) -> AxisGrid:
+    def around(cls, op: ir.Operation, mesh: sdy.MeshAttr, shardings: Sequence[sdy.TensorShardingAttr | None]) -> AxisGrid:
         """The grid for an operation whose arrays have these shardings."""
         axes = [sdy.MeshAxisAttr(axis) for axis in mesh.axes]
         cuts = {axis.name: {1, axis.size} for axis in axes}
@@ -45,13 +46,13 @@ class AxisGrid:
         ids = ids.reshape([size for _, _, size in sub_axes])[tuple(0 if name in manual else slice(None) for name, _, _ in sub_axes)]
         return cls(sub_axes=tuple(sub_axis for sub_axis in sub_axes if sub_axis[0] not in manual), devices=ids)
 
-    def layout(self, sharding: Any, rank: int) -> Splits:
+    def layout(self, sharding: sdy.TensorShardingAttr | None, rank: int) -> Splits:
         """The layout of an array of this rank."""
         if sharding is None:
             return ((),) * rank
         return tuple(tuple(sub_axis for ref in dim for sub_axis in self._parts(ref)) for dim in _references(sharding))
 
-    def _parts(self, ref: Any) -> Iterator[SubAxis]:
+    def _parts(self, ref: sdy.AxisRefAttr) -> Iterator[SubAxis]:
         info = None if ref.sub_axis_info is None else sdy.SubAxisInfoAttr(ref.sub_axis_info)
         for name, low, size in self.sub_axes:
             if name == ref.name and (info is None or info.pre_size <= low < info.pre_size * info.size):
@@ -69,12 +70,12 @@ class AxisGrid:
         order = [self.sub_axes.index(sub_axis) for sub_axis in (*front, *inner)]
         return self.devices.transpose(order).reshape(count_parts(front), -1).tolist()
 
-    def constrain(self, value: Any, layout: Splits, mesh: Any) -> Any:
+    def constrain(self, value: ir.Value, layout: Splits, mesh: ir.Attribute) -> ir.OpResult:
         """A value that is constrained to a layout, where operations are inserted now."""
         dims = [sdy.DimensionShardingAttr.get([self._reference(a) for a in join_parts(axes)], is_closed=True) for axes in layout]
         return sdy.ShardingConstraintOp(value, sdy.TensorShardingAttr.get(mesh, dims)).result
 
-    def move(self, value: Any, before: Splits, after: Splits, mesh: Any) -> Any:
+    def move(self, value: ir.Value, before: Splits, after: Splits, mesh: ir.Attribute) -> ir.OpResult:
         """A value of one layout, constrained to another one."""
         # On more than three axes XLA dies of some moves of several axes at once. They begin with what the layouts have in common.
         dims = [*zip(before, after, strict=True)]
@@ -84,18 +85,19 @@ class AxisGrid:
             value = self.constrain(value, tuple(tuple(a for a, _ in pairs) for pairs in same), mesh)
         return self.constrain(value, after, mesh)
 
-    def _reference(self, sub_axis: SubAxis) -> Any:
+    def _reference(self, sub_axis: SubAxis) -> sdy.AxisRefAttr:
         name, low, size = sub_axis
         is_whole = size == count_parts(a for a in self.sub_axes if a[0] == name)
         return sdy.AxisRefAttr.get(name, None if is_whole else sdy.SubAxisInfoAttr.get(low, size))
 
 
-def _manual_axes(op: Any) -> set[str]:
+def _manual_axes(op: ir.Operation) -> set[str]:
     """The axes of the shard_maps around an operation, which split nothing inside."""
-    found: set[str] = set()
-    while (op := op.operation.parent) is not None:
-        if op.name == "sdy.manual_computation":
-            found |= set(cast(Any, sdy.ManualAxesAttr(op.attributes["manual_axes"])))
+    found, outer = set[str](), op.operation.parent
+    while outer is not None:
+        if outer.name == "sdy.manual_computation":
+            found |= set(cast("Iterable[str]", sdy.ManualAxesAttr(outer.attributes["manual_axes"])))
+        outer = outer.operation.parent
     return found
 
 
@@ -115,7 +117,7 @@ def join_parts(axes: Sequence[SubAxis]) -> list[SubAxis]:
     return result
 
 
-def _references(sharding: Any) -> list[list[Any]]:
+def _references(sharding: sdy.TensorShardingAttr | None) -> list[list[sdy.AxisRefAttr]]:
     """The axes, or parts of axes, that a sharding names for each dim."""
     dims = () if sharding is None else sharding.dimension_shardings
     return [[sdy.AxisRefAttr(ref) for ref in sdy.DimensionShardingAttr(dim).axes] for dim in dims]

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from jaxlib.mlir import ir
 
 from jgt.sharding.partitioner.barriers import (
     copies_itself,
@@ -52,9 +53,9 @@ class Mend:
     form: str
     on_cpu: bool = False
     sends: bool = False
-    concerns: Callable[[Any], bool]
-    is_wrong: Callable[[Any, Sequence[Splits]], bool]
-    apply: Callable[[Any], None]
+    concerns: Callable[[ir.Operation], bool]
+    is_wrong: Callable[[ir.Operation, Sequence[Splits]], bool]
+    apply: Callable[[ir.Operation], None]
 
 
 def has_mends(name: str) -> bool:
@@ -62,7 +63,7 @@ def has_mends(name: str) -> bool:
     return name in _MENDS
 
 
-def mends_for(op: Any, platform: str) -> list[Mend]:
+def mends_for(op: ir.Operation, platform: str) -> list[Mend]:
     """The mends that an operation needs in some layout on a platform."""
     return [mend for mend in _MENDS.get(op.name, ()) if (platform == "cpu" or not mend.on_cpu) and mend.concerns(op)]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
@@ -31,37 +30,37 @@ _Place = tuple[int | None, ...]
 """The dim of the reduced array that each dim of a value belongs to."""
 
 
-def keeps_extremes(op: Any) -> bool:
+def keeps_extremes(op: ir.Operation) -> bool:
     """Whether a reduction or a scatter of floating-point numbers keeps the larger or the smaller of two."""
     return len(op.results) == 1 and is_float(op.results[0]) and _combiner(op) in ("stablehlo.maximum", "stablehlo.minimum")
 
 
-def is_float(value: Any) -> bool:
+def is_float(value: ir.Value) -> bool:
     """Whether an array has floating-point numbers."""
     return isinstance(ir.RankedTensorType(value.type).element_type, ir.FloatType)
 
 
-def loses_nans(op: Any, layouts: Sequence[Splits]) -> bool:
+def loses_nans(op: ir.Operation, layouts: Sequence[Splits]) -> bool:
     """Whether a reduction with these layouts loses a NaN that is seen."""
     return any(layouts[0][d] for d in _reduced(op)) and not _shows_anyway(op)
 
 
-def _combiner(op: Any) -> str:
+def _combiner(op: ir.Operation | ir.OpView) -> str:
     """The only operation that combines two numbers; empty if there are several."""
     inside = list(op.regions[0].blocks[0].operations)
     return inside[0].name if len(inside) == 2 else ""
 
 
-def _reduced(op: Any) -> tuple[int, ...]:
+def _reduced(op: ir.Operation | ir.OpView) -> tuple[int, ...]:
     return tuple(ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
 
 
-def _shows_anyway(op: Any) -> bool:
+def _shows_anyway(op: ir.Operation) -> bool:
     """Whether everything that is computed from a reduction is NaN anyway if its operand has a NaN."""
     kept: _Place = tuple(d for d in range(len(type_shape(op.operands[0]))) if d not in _reduced(op))
     spoiled = _spoiled(op, kept)
-    waiting: list[tuple[Any, _Place]] = [(op.results[0], kept)]
-    seen: set[Any] = set()
+    waiting: list[tuple[ir.Value, _Place]] = [(op.results[0], kept)]
+    seen: set[ir.Value] = set()
     while waiting:
         value, place = waiting.pop()
         for use in value.uses:
@@ -79,7 +78,7 @@ def _covers(spoiled: _Place | None, place: _Place, kept: _Place) -> bool:
     return spoiled is not None and all(d in spoiled and d in place and spoiled.index(d) == place.index(d) for d in kept)
 
 
-def _spoiled(op: Any, kept: _Place) -> dict[Any, _Place]:
+def _spoiled(op: ir.Operation, kept: _Place) -> dict[ir.Value, _Place]:
     """The values that are NaN all along a row that has a NaN in the operand of a reduction, with the places of their dims."""
     whole: _Place = tuple(range(len(type_shape(op.operands[0]))))
     # Values that are NaN where the operand is; their sums, which are NaN all along the row; and what is computed from these.
@@ -89,7 +88,7 @@ def _spoiled(op: Any, kept: _Place) -> dict[Any, _Place]:
     return _reached({found.results[0]: kept for found in sums}, _KEEPS | {"stablehlo.broadcast_in_dim", "stablehlo.reshape"})
 
 
-def _reached(values: dict[Any, _Place], through: set[str]) -> dict[Any, _Place]:
+def _reached(values: dict[ir.Value, _Place], through: set[str]) -> dict[ir.Value, _Place]:
     """These values and the floating-point ones that these operations compute from them."""
     found, waiting = dict(values), list(values.items())
     while waiting and len(found) <= _MOST:
@@ -103,7 +102,7 @@ def _reached(values: dict[Any, _Place], through: set[str]) -> dict[Any, _Place]:
     return found
 
 
-def _is_chosen(op: Any, nans: dict[Any, _Place]) -> bool:
+def _is_chosen(op: ir.Operation | ir.OpView, nans: dict[ir.Value, _Place]) -> bool:
     """Whether an operation is `select(a < b, x, y)` with a NaN in the comparison, which is false then."""
     condition = op.operands[0].owner if op.name == "stablehlo.select" else None
     if condition is None or isinstance(condition, ir.Block) or condition.name != "stablehlo.compare":
@@ -112,7 +111,7 @@ def _is_chosen(op: Any, nans: dict[Any, _Place]) -> bool:
     return how != "NE" and any(operand in nans for operand in condition.operands)
 
 
-def _behind(use: Any, place: _Place) -> tuple[Any, _Place]:
+def _behind(use: ir.OpOperand, place: _Place) -> tuple[ir.Value | None, _Place]:
     """The result of an operation that reads a value, and the place of its dims; None if it is not known."""
     op, number = use.owner.operation, use.operand_number
     if op.name in _BY_NUMBER:
@@ -129,7 +128,7 @@ def _behind(use: Any, place: _Place) -> tuple[Any, _Place]:
     return None, place
 
 
-def _reshaped(op: Any, place: _Place) -> tuple[Any, _Place]:
+def _reshaped(op: ir.Operation, place: _Place) -> tuple[ir.Value | None, _Place]:
     """A reshape that adds or removes dims of size 1 moves the others."""
     before, after = type_shape(op.operands[0]), type_shape(op.results[0])
     large = [axis for size, axis in zip(before, place, strict=True) if size > 1]
@@ -138,7 +137,7 @@ def _reshaped(op: Any, place: _Place) -> tuple[Any, _Place]:
     return op.results[0], tuple(large.pop(0) if size > 1 else None for size in after)
 
 
-def add_flags(op: Any) -> None:
+def add_flags(op: ir.Operation) -> None:
     """Adds the flags to a reduction or a scatter: 1 for a NaN where it keeps the larger of two numbers, else 0."""
     of_nan = float(_combiner(op) == "stablehlo.maximum")
     flags = op.clone(ir.InsertionPoint(op))
@@ -153,9 +152,9 @@ def add_flags(op: Any) -> None:
     result.replace_all_uses_except(chosen, chosen.owner.operation)
 
 
-def _compare(a: Any, b: Any, how: str) -> Any:
+def _compare(a: ir.Value, b: ir.Value, how: str) -> ir.Value:
     return stablehlo.compare(a, b, stablehlo.ComparisonDirectionAttr.get(how))
 
 
-def _splat(kind: Any, number: float) -> Any:
+def _splat(kind: ir.Type, number: float) -> ir.Attribute:
     return ir.DenseElementsAttr.get_splat(kind, ir.FloatAttr.get(ir.RankedTensorType(kind).element_type, number))

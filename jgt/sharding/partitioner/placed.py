@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
@@ -29,7 +29,7 @@ class OperationLayout:
     given: tuple[Splits, ...]
     better: tuple[Splits, ...]
     grid: AxisGrid
-    mesh: Any
+    mesh: ir.Attribute
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,18 +40,18 @@ class MendedOperation:
     mend: Mend
 
 
-def readable(module: Any) -> list[Any]:
+def readable(module: ir.Module | ir.Operation) -> list[ir.Operation]:
     """The operations of a module that are read, in a fixed order."""
     return [op for op in operations(module) if op.name in READERS or has_mends(op.name)]
 
 
-def may_have_faults(module: Any, platform: str) -> bool:
+def may_have_faults(module: ir.Module, platform: str) -> bool:
     """Whether it is worth asking Shardy: a matmul or a gather can be wrong only where there are two axes."""
     axes = max((sum(sdy.MeshAxisAttr(axis).size > 1 for axis in mesh.axes) for mesh in meshes_of(module).values()), default=0)
     return axes > 0 and any(_may_be_wrong(op, axes) or bool(mends_for(op, platform)) for op in readable(module))
 
 
-def _may_be_wrong(op: Any, axes: int) -> bool:
+def _may_be_wrong(op: ir.Operation, axes: int) -> bool:
     if op.name not in READERS or op.name in ("stablehlo.dot_general", "stablehlo.gather"):
         return op.name in READERS and axes > 1
     dims, values = READERS[op.name](op), [*op.operands, *op.results]
@@ -67,9 +67,9 @@ class Placed:
     meshes: its meshes by name.
     """
 
-    copy: Any
-    ops: list[Any]
-    meshes: dict[str, Any]
+    copy: ir.Operation
+    ops: list[ir.Operation]
+    meshes: dict[str, sdy.MeshAttr]
 
     @classmethod
     def of(cls, module: ir.Module) -> Self:
@@ -103,7 +103,7 @@ class Placed:
                 found += [MendedOperation(number=_number_of(op), mend=mend) for mend in mends if mend.is_wrong(op, read[0])]
         return found
 
-    def _read(self, op: Any, values: list[Any]) -> tuple[tuple[Splits, ...], AxisGrid, Any] | None:
+    def _read(self, op: ir.Operation, values: list[ir.Value]) -> tuple[tuple[Splits, ...], AxisGrid, ir.Attribute] | None:
         """The layouts of values of an operation, the devices around it and its mesh; None where no axis can split any."""
         shardings = [sharding_of(value) for value in values]
         # A value without a layout is whole, but another operation may read a part of it.
@@ -111,12 +111,12 @@ class Placed:
             (s.mesh_or_ref for s in shardings if s is not None),
             ir.FlatSymbolRefAttr.get(max(self.meshes, key=lambda name: len(self.meshes[name].axes))),
         )
-        grid = AxisGrid.around(op, self.meshes[mesh.value] if isinstance(mesh, ir.FlatSymbolRefAttr) else mesh, shardings)
+        grid = AxisGrid.around(op, self.meshes[mesh.value] if isinstance(mesh, ir.FlatSymbolRefAttr) else sdy.MeshAttr(mesh), shardings)
         if all(size == 1 for _, _, size in grid.sub_axes):
             return None
         given = tuple(grid.layout(sharding, len(type_shape(value))) for sharding, value in zip(shardings, values, strict=True))
         return given, grid, mesh
 
 
-def _number_of(op: Any) -> int:
+def _number_of(op: ir.Operation) -> int:
     return ir.IntegerAttr(op.attributes[NUMBER]).value

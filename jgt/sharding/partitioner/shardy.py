@@ -21,11 +21,11 @@ NUMBER = "jgt.number"
 """The attribute with the number of an operation, which it keeps while Shardy changes the program."""
 
 
-def operations(module: Any) -> list[Any]:
+def operations(module: ir.Module | ir.Operation) -> list[ir.Operation]:
     """All operations of a module, including nested ones, in a fixed order."""
-    found: list[Any] = []
+    found: list[ir.Operation] = []
 
-    def add(op: Any) -> Any:
+    def add(op: ir.Operation) -> ir.WalkResult:
         found.append(op)
         return ir.WalkResult.ADVANCE
 
@@ -33,13 +33,13 @@ def operations(module: Any) -> list[Any]:
     return found
 
 
-def meshes_of(module: Any) -> dict[str, Any]:
+def meshes_of(module: ir.Module | ir.Operation) -> dict[str, sdy.MeshAttr]:
     """The meshes that the shardings of a module name."""
     ops = [op for op in module.operation.regions[0].blocks[0].operations if op.operation.name == "sdy.mesh"]
     return {ir.StringAttr(op.attributes["sym_name"]).value: sdy.MeshAttr(op.attributes["mesh"]) for op in ops}
 
 
-def inline_calls(module: Any) -> None:
+def inline_calls(module: ir.Module | ir.Operation) -> None:
     """Puts the bodies of functions where they are called, as XLA does before Shardy chooses."""
     tops = [op.operation for op in module.operation.regions[0].blocks[0].operations]
     functions = {ir.StringAttr(op.attributes["sym_name"]).value: op for op in tops if op.name == "func.func"}
@@ -67,7 +67,7 @@ def inline_calls(module: Any) -> None:
 def _add_scopes(body: Any, place: Any) -> None:
     """Puts the scopes of a call before the names of its operations, as XLA does. Names inside a shard_map begin at the shard_map."""
 
-    def add(op: Any) -> Any:
+    def add(op: ir.Operation) -> ir.WalkResult:
         if isinstance(op.location, ir.NameLoc):
             op.location = ir.Location.name(f"{place.name_str}/{op.location.name_str}", childLoc=op.location.child_loc)
         return ir.WalkResult.SKIP if op.name == "sdy.manual_computation" else ir.WalkResult.ADVANCE
@@ -76,7 +76,7 @@ def _add_scopes(body: Any, place: Any) -> None:
         body.walk(add, ir.WalkOrder.PRE_ORDER)
 
 
-def choose_layouts(module: Any) -> None:
+def choose_layouts(module: ir.Module | ir.Operation) -> None:
     """Lets Shardy choose. The module has no calls; it is changed as XLA would change it, and every operation has its layout then."""
     ops = operations(module)
     # Both before anything changes: the name of an operation that was erased cannot be read.
@@ -90,7 +90,7 @@ def choose_layouts(module: Any) -> None:
     passes.run(module.operation)
 
 
-def _spell_out(ops: Iterable[Any]) -> None:
+def _spell_out(ops: Iterable[ir.Operation]) -> None:
     """Replaces the functions of numbers that Shardy does not know, such as a square. XLA writes them out before; any function will do."""
     for op in [op for op in ops if op.name.startswith("chlo.") and len(op.results) == 1]:
         kind = op.results[0].type
@@ -102,7 +102,7 @@ def _spell_out(ops: Iterable[Any]) -> None:
             op.operation.erase()
 
 
-def _reshape_broadcasts(broadcasts: Iterable[Any]) -> None:
+def _reshape_broadcasts(broadcasts: Iterable[ir.Operation]) -> None:
     """Makes reshapes of the broadcasts that only add dims of size 1. Shardy looks at reshapes first."""
     for op in broadcasts:
         if (shape := type_shape(op.operands[0])) and math.prod(shape) == math.prod(type_shape(op.results[0])):
@@ -114,7 +114,7 @@ def _reshape_broadcasts(broadcasts: Iterable[Any]) -> None:
             op.operation.erase()
 
 
-def _free_invariants(loops: Iterable[Any], mesh: str) -> None:
+def _free_invariants(loops: Iterable[ir.Operation], mesh: str) -> None:
     """Takes the values that a loop does not change out of what it carries. Each loop then chooses its own layouts for them."""
     for loop in loops:
         condition, body = (region.blocks[0] for region in loop.regions)
@@ -130,7 +130,7 @@ def _free_invariants(loops: Iterable[Any], mesh: str) -> None:
             body.arguments[n].replace_all_uses_except(inside, end.operation)
 
 
-def sharding_of(value: Any) -> Any:
+def sharding_of(value: ir.Value) -> sdy.TensorShardingAttr | None:
     """The sharding of a value; None if it has none, and so is whole on every device."""
     owner = value.owner
     if isinstance(owner, ir.Block):
@@ -151,14 +151,14 @@ def sharding_of(value: Any) -> Any:
     return None if found is None else sdy.TensorShardingAttr(sdy.TensorShardingPerValueAttr(found).shardings[n])
 
 
-def type_shape(value: Any) -> tuple[int, ...]:
+def type_shape(value: ir.Value) -> tuple[int, ...]:
     """The shape of an array; () for a value without one, such as a token."""
     return tuple(ir.RankedTensorType(value.type).shape) if isinstance(value.type, ir.RankedTensorType) else ()
 
 
-def made_of(value: Any, most: int) -> Iterator[Any]:
+def made_of(value: ir.Value, most: int) -> Iterator[Any]:
     """A value, and those that it is computed from. most: how many."""
-    seen, left = set[Any](), [value]
+    seen, left = set[ir.Value](), [value]
     while left and len(seen) < most:
         if (value := left.pop()) not in seen:
             yield value
