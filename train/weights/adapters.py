@@ -22,9 +22,9 @@ from jgt.document import InputError, Node, path_problem, shown
 from ..files.cache import local_folder
 from .adapt.config import LoraConfig
 from .described import MOST_BYTES, published
-from .families.family import LLAMA, Family, words
+from .families.family import LLAMA, Family
 from .foreign import first, inside, problems_at, read_json, read_shapes
-from .keys import Keys
+from .keys import ConfigJson, Keys, words
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 FACTOR = "base_model.model.{module}.lora_{factor}.weight"
@@ -79,7 +79,7 @@ def read_peft(path: Path) -> Peft:
     if problem := path_problem(path, "folder"):
         raise InputError([f"{path}: cannot be read: {problem}. Name a folder with {CONFIG} and {TENSORS}"])
     problems: list[str] = []
-    config: Mapping[str, Any] = {}
+    config: ConfigJson = {}
     shapes: Mapping[str, _Shape] = {}
     with InputError.collect(problems):
         config = read_json(inside(path, CONFIG), MOST_BYTES)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from jgt.document import InputError, Node, path_problem, shown
 
@@ -18,12 +17,12 @@ from ..files.bucket import is_url
 from ..files.cache import local_folder
 from ..models.config import ModelConfig
 from .families.families import FAMILIES
-from .families.family import Family, words
+from .families.family import Family
 from .families.latents import INDEXERS, SPARSE, dense
 from .families.multimodal import OTHER_PARTS, TEXT_PARTS
 from .families.unsupported import QUANT_CONFIG, quantised, quantised_by, why_unsupported
 from .foreign import inside, read_json
-from .keys import MOST_LAYERS, Keys
+from .keys import MOST_LAYERS, ConfigJson, Keys, words
 
 # The longest ones name each quantised tensor.
 MOST_BYTES = 1 << 24
@@ -48,9 +47,9 @@ class Described:
     """
 
     path: Path
-    config: Mapping[str, Any]
+    config: ConfigJson
     family: Family
-    keys: Mapping[str, Any]
+    keys: ConfigJson
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     others: tuple[str, ...] = ()
     block: tuple[int, int] | None = None
@@ -75,7 +74,7 @@ def published(path: Path) -> Described:
     return replace(described, block=_block(told, "quantization", place.parent / QUANT_CONFIG))
 
 
-def described_by(config: Mapping[str, Any], file: Path) -> Described:
+def described_by(config: ConfigJson, file: Path) -> Described:
     """The model that the contents of a config.json describe. Raises InputError with every problem."""
     kind = config.get("model_type")
     part = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
@@ -118,7 +117,7 @@ def described_by(config: Mapping[str, Any], file: Path) -> Described:
     )
 
 
-def _block(config: Mapping[str, Any], key: str, file: Path) -> tuple[int, int]:
+def _block(config: ConfigJson, key: str, file: Path) -> tuple[int, int]:
     """The blocks of quantised tensors, of which a key says more. Raises InputError for those that cannot be read."""
     keys = Keys(config)
     block = _in_eight_bits(keys.group(key)) if isinstance(config.get(key), Mapping) else None
@@ -128,7 +127,7 @@ def _block(config: Mapping[str, Any], key: str, file: Path) -> tuple[int, int]:
     return block
 
 
-def _has_known_keys(config: Mapping[str, Any], file: Path) -> bool:
+def _has_known_keys(config: ConfigJson, file: Path) -> bool:
     """Whether `quantization_config` says the method alone. Raises InputError for more."""
     keys = Keys(config)
     group = keys.group(_QUANTISED[0])
@@ -138,7 +137,7 @@ def _has_known_keys(config: Mapping[str, Any], file: Path) -> bool:
     return True
 
 
-def _in_eight_bits(k: Any) -> tuple[int, int] | None:
+def _in_eight_bits(k: Keys) -> tuple[int, int] | None:
     """The rows and columns of a block, (0, 0) for a whole matrix, by the keys of `quantization_config`; None for another method.
 
     Notes problems there.

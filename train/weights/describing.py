@@ -21,8 +21,7 @@ from ..models.experts.config import ExpertsConfig, GroupsConfig
 from ..models.options import LatentConfig, RopeScaling
 from .described import Described, described_by
 from .families.families import FAMILIES
-from .families.family import words
-from .keys import Keys
+from .keys import Keys, words
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 _RARE = words("layer_types partial_rotary_factor num_local_experts num_experts original_max_position_embeddings")

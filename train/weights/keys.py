@@ -9,8 +9,14 @@ from typing import Any
 
 from jgt.document import InputError, shown
 
-from .families.family import words
 
+def words(text: str) -> frozenset[str]:
+    """The words of a text."""
+    return frozenset(text.split())
+
+
+ConfigJson = Mapping[str, Any]
+"""The keys of a config.json, or of a mapping in it."""
 MOST_LAYERS = 10_000
 _MOST = 1e18
 # Keys without effect on the function of a model with given weights: on its training, its generation, its storage, and its description.
@@ -50,7 +56,7 @@ _KINDS = {
 class Keys:
     """The keys of a config.json, of which it remembers those that were read. prefix: of messages, for the keys of a nested mapping."""
 
-    values: Mapping[str, Any]
+    values: ConfigJson
     read: set[str] = field(default_factory=set[str])
     problems: list[str] = field(default_factory=list[str])
     prefix: str = ""

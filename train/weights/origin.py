@@ -20,8 +20,8 @@ from ..checkpoint.steps import remove
 from ..files.cache import local_file, local_folder
 from ..files.disk import sync_tree
 from ..files.json_text import read_object_file
-from .families.families import words
 from .foreign import inside
+from .keys import words
 
 ORIGIN = "origin"
 """The folder in a run directory."""

@@ -15,10 +15,12 @@ from typing import Any
 
 from jgt.document import shown
 
+from ..keys import Keys, words
 from .family import (
     MISTRAL_ROPE,
     QKV,
     Family,
+    ModelOptions,
     attention_biases,
     period_of,
     qwen_window,
@@ -26,7 +28,6 @@ from .family import (
     unrotated,
     windowed,
     windowed_everywhere,
-    words,
 )
 from .latents import LATENTS
 from .layer_norms import LAYER_NORMS
@@ -36,30 +37,30 @@ _FUSED_MLP = dict.fromkeys(("mlp/gate_proj", "mlp/up_proj"), "mlp.gate_up_proj")
 _TWO_NORMS = {"attn_post": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm", "mlp_post": "post_feedforward_layernorm"}
 
 
-def _llama(k: Any, **defaults: Any) -> dict[str, Any]:
+def _llama(k: Keys, **defaults: Any) -> ModelOptions:
     """The options of Llama. defaults: as those of `shared`."""
     return {**shared(k, **defaults), "biases": attention_biases(k) + (["mlp"] if k.get("mlp_bias", False) else [])}
 
 
-def _mistral(k: Any, *, size: int | None = None, **defaults: Any) -> dict[str, Any]:
+def _mistral(k: Keys, *, size: int | None = None, **defaults: Any) -> ModelOptions:
     """The options with a window in all layers. size: the window of a file that does not say it. defaults: as those of `shared`."""
     return {**shared(k, **defaults), **windowed_everywhere(k, k.unless_absent("sliding_window", size))}
 
 
-def _ministral3(k: Any) -> dict[str, Any]:
+def _ministral3(k: Keys) -> ModelOptions:
     return _mistral(k, eps=1e-5, theta=1e6, head_dim=128, rope=MISTRAL_ROPE, grows=True)
 
 
-def _qwen(k: Any) -> dict[str, Any]:
+def _qwen(k: Keys) -> ModelOptions:
     first, size = k.get("max_window_layers", 28, may_be_zero=True), qwen_window(k)
     return {**shared(k), **windowed(k, size, lambda n: size is None or n < first)}
 
 
-def _qwen3(k: Any) -> dict[str, Any]:
+def _qwen3(k: Keys) -> ModelOptions:
     return {**_qwen(k), "biases": attention_biases(k), "qk_norm": "head"}
 
 
-def _gemma(k: Any, act_key: str = "hidden_act", **defaults: Any) -> dict[str, Any]:
+def _gemma(k: Keys, act_key: str = "hidden_act", **defaults: Any) -> ModelOptions:
     k.ignore("hidden_act", "hidden_activation")
     made = shared(k, tied=True, activation="gelu_pytorch_tanh", head_dim=256, act_key=act_key, **defaults)
     # Old files of the first version say gelu, and mean its approximation.
@@ -67,7 +68,7 @@ def _gemma(k: Any, act_key: str = "hidden_act", **defaults: Any) -> dict[str, An
     return {**made, "activation": activation, "norm": "rms_plus_one", "embed_scale": float(k.need("hidden_size")) ** 0.5}
 
 
-def _gemma2(k: Any, attention_softcap: float | None = 50.0, logits_softcap: float | None = 30.0, **defaults: Any) -> dict[str, Any]:
+def _gemma2(k: Keys, attention_softcap: float | None = 50.0, logits_softcap: float | None = 30.0, **defaults: Any) -> ModelOptions:
     """The options of Gemma 2, and with other soft caps for a file that has none, of Gemma 3."""
     return {
         **_gemma(k, "hidden_activation", **defaults),
@@ -79,7 +80,7 @@ def _gemma2(k: Any, attention_softcap: float | None = 50.0, logits_softcap: floa
     }
 
 
-def _gemma3(k: Any) -> dict[str, Any]:
+def _gemma3(k: Keys) -> ModelOptions:
     # Published files leave out what its class has by default.
     k.values = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262_208, **k.values}
     period = k.either("sliding_window_pattern", "_sliding_window_pattern", 6)
@@ -88,11 +89,11 @@ def _gemma3(k: Any) -> dict[str, Any]:
     return made if "window" in made else {**made, "window_theta": None}
 
 
-def _olmo2(k: Any, **defaults: Any) -> dict[str, Any]:
+def _olmo2(k: Keys, **defaults: Any) -> ModelOptions:
     return {**shared(k, eps=1e-5, **defaults), "norm_place": "after", "qk_norm": "all"}
 
 
-def _olmo3(k: Any) -> dict[str, Any]:
+def _olmo3(k: Keys) -> ModelOptions:
     made = {**_olmo2(k, theta=5e5, window_theta=5e5), **windowed(k, k.unless_absent("sliding_window", 4096), lambda n: (n + 1) % 4 == 0)}
     if "rope_parameters" not in k.values and made["rope_theta"] != 5e5:
         # Its class takes this one for full attention, and 500,000 for the other layers, which no training did.
@@ -100,7 +101,7 @@ def _olmo3(k: Any) -> dict[str, Any]:
     return made if "window" in made else {**made, "window_theta": None}
 
 
-def _exaone4(k: Any) -> dict[str, Any]:
+def _exaone4(k: Keys) -> ModelOptions:
     size, period = k.unless_absent("sliding_window", 4096), k.values.get("sliding_window_pattern")
     # A text, LLLG, has the list of layers beside it. Without a window it says nothing.
     k.ignore("sliding_window_pattern")
@@ -110,7 +111,7 @@ def _exaone4(k: Any) -> dict[str, Any]:
     return {**made, "qk_norm": "head", "norm_place": "after", "unrotated_layers": unrotated(k, size, made)}
 
 
-def _smollm3(k: Any) -> dict[str, Any]:
+def _smollm3(k: Keys) -> ModelOptions:
     k.ignore("sliding_window", "max_window_layers", "layer_types")
     interval = k.get("no_rope_layer_interval", 4)
     # 1 for a layer with positions, 0 for one without.
@@ -118,12 +119,12 @@ def _smollm3(k: Any) -> dict[str, Any]:
     return {**_llama(k, tied=True, theta=2_000_000.0), "unrotated_layers": [n for n, one in enumerate(rotates) if not one]}
 
 
-def _glm(k: Any) -> dict[str, Any]:
+def _glm(k: Keys) -> ModelOptions:
     biases = ["qkv"] if k.get("attention_bias", True) else []
     return {**shared(k, share=0.5, head_dim=128, eps=1.5625e-7), "biases": biases, "rope_pairs": "neighbours"}
 
 
-def _seed_oss(k: Any) -> dict[str, Any]:
+def _seed_oss(k: Keys) -> ModelOptions:
     told = {"qkv": k.get("attention_bias", True), "out": k.get("attention_out_bias", False), "mlp": k.get("mlp_bias", False)}
     return {**shared(k, head_dim=128), "biases": [name for name, is_there in told.items() if is_there]}
 

@@ -13,6 +13,7 @@ from typing import Any
 from jgt.document import shown
 
 from ...models.config import ModelConfig
+from ..keys import ConfigJson, Keys
 
 HIDDEN_ACTS = {
     "silu": "silu",
@@ -51,13 +52,10 @@ MISTRAL_ROPE = {
     "llama_4_scaling_beta": 0.1,
 }
 """The positions of Ministral 3's class, where a file says nothing of them."""
+ModelOptions = dict[str, Any]
+"""Keys of the model section, with their values."""
 QKV = ("attn/q_proj", "attn/k_proj", "attn/v_proj")
 """Modules that are one tensor in some families."""
-
-
-def words(text: str) -> frozenset[str]:
-    """The words of a text."""
-    return frozenset(text.split())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +71,9 @@ class Family:
     """
 
     architecture: str = ""
-    options: Callable[[Any], dict[str, Any]]
-    only: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    writes: Callable[[ModelConfig], Mapping[str, Any]] = lambda c: {}
+    options: Callable[[Keys], ModelOptions]
+    only: ConfigJson = field(default_factory=ModelOptions)
+    writes: Callable[[ModelConfig], ConfigJson] = lambda c: {}
     has: frozenset[str] = frozenset()
     lacks: frozenset[str] = frozenset()
     names: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -86,7 +84,7 @@ class Family:
     are_stacks_transposed: bool = False
     skipped: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
-    def read(self, k: Any) -> dict[str, Any]:
+    def read(self, k: Keys) -> ModelOptions:
         """The options that the keys of a config.json mean. Notes problems there."""
         for name, value in self.only.items():
             k.require(name, value)
@@ -94,7 +92,7 @@ class Family:
 
 
 def shared(
-    k: Any,
+    k: Keys,
     *,
     tied: bool = False,
     activation: str = "silu",
@@ -103,11 +101,11 @@ def shared(
     window_theta: float | None = None,
     share: float | None = None,
     head_dim: int | None = None,
-    rope: Mapping[str, Any] | None = None,
+    rope: ConfigJson | None = None,
     grows: bool = False,
     act_key: str = "hidden_act",
     eps_key: str = "rms_norm_eps",
-) -> dict[str, Any]:
+) -> ModelOptions:
     """The options that nearly all families write alike. The arguments are the defaults of the family's keys, as its class has them.
 
     act_key, eps_key: the keys of the activation and of the norms' epsilon. window_theta: the theta of layers with a window, of a family
@@ -140,7 +138,7 @@ def shared(
     }
 
 
-def _rope(k: Any, share: float | None, theta: float) -> dict[str, Any]:
+def _rope(k: Keys, share: float | None, theta: float) -> ModelOptions:
     """Rotary positions, as published files write them (rope_theta, rope_scaling) or as transformers 5 does (rope_parameters)."""
     groups = [k.group(name) for name in ("rope_scaling", "rope_parameters")]
     # What is said inside counts, as in transformers: some files have the class's default of an earlier model beside it.
@@ -150,7 +148,7 @@ def _rope(k: Any, share: float | None, theta: float) -> dict[str, Any]:
     return found[0]
 
 
-def _rope_by_kind(k: Any, theta: float, window_theta: float) -> dict[str, Any]:
+def _rope_by_kind(k: Keys, theta: float, window_theta: float) -> ModelOptions:
     """Rotary positions of a family with a mapping for each kind of layer. Only those of full attention are scaled."""
     both, outer = k.group("rope_parameters"), k.group("rope_scaling")
     full, window = both.group("full_attention"), both.group("sliding_attention")
@@ -169,7 +167,7 @@ def _rope_by_kind(k: Any, theta: float, window_theta: float) -> dict[str, Any]:
     return {**made, "window_theta": local if local != made["rope_theta"] or made["rope_scaling"] else None}
 
 
-def _positions(k: Any, source: Any, share: float | None, theta: float) -> dict[str, Any]:
+def _positions(k: Keys, source: Keys, share: float | None, theta: float) -> ModelOptions:
     own = source.get("rope_theta", k.get("rope_theta", theta))
     part = source.get("partial_rotary_factor", k.get("partial_rotary_factor", share))
     if share is None and part not in (None, 1):
@@ -177,12 +175,12 @@ def _positions(k: Any, source: Any, share: float | None, theta: float) -> dict[s
     return {"rope_theta": own, "rope_share": part, **_scaling(k, source)}
 
 
-def _scaling(k: Any, source: Any) -> dict[str, Any]:
+def _scaling(k: Keys, source: Keys) -> ModelOptions:
     kind = source.either("rope_type", "type", "default")
     kind = "longrope" if kind == "su" else kind
     outer = k.get("original_max_position_embeddings")
     original = source.get("original_max_position_embeddings", outer)
-    made: dict[str, Any] = {}
+    made: ModelOptions = {}
     if kind in ("llama3", "longrope", "yarn"):
         source.require("original_max_position_embeddings", outer or source.need("original_max_position_embeddings"))
         made["original"] = original
@@ -195,12 +193,12 @@ def _scaling(k: Any, source: Any) -> dict[str, Any]:
     return {"rope_scaling": {"kind": kind, **{name: value for name, value in made.items() if value is not None}} if made else None}
 
 
-def _longrope(k: Any, source: Any, original: int | None) -> dict[str, Any]:
+def _longrope(k: Keys, source: Keys, original: int | None) -> ModelOptions:
     divisors = {"short": source.need("short_factor", []), "long": source.need("long_factor", [])}
     return {"factor": _ratio(k, source, original), **divisors, "magnitude": source.get("attention_factor")}
 
 
-def _yarn(k: Any, source: Any, original: int | None) -> dict[str, Any]:
+def _yarn(k: Keys, source: Keys, original: int | None) -> ModelOptions:
     factor, one, other = _ratio(k, source, original), source.get("mscale", 0.0), source.get("mscale_all_dim", 0.0)
     grows = math.log(max(factor, 1.0)) / 10
     magnitude = source.get("attention_factor", (one * grows + 1) / (other * grows + 1) if one and other else None)
@@ -209,18 +207,18 @@ def _yarn(k: Any, source: Any, original: int | None) -> dict[str, Any]:
     return {**made, "magnitude": magnitude, "query_growth": source.get("llama_4_scaling_beta", 0.0) or None}
 
 
-def _ratio(k: Any, source: Any, original: int | None) -> float:
+def _ratio(k: Keys, source: Keys, original: int | None) -> float:
     return source.get("factor", (k.get("max_position_embeddings") or 1) / (original or 1))
 
 
-def _dynamic(k: Any, source: Any, original: int | None) -> dict[str, Any]:
+def _dynamic(k: Keys, source: Keys, original: int | None) -> ModelOptions:
     longest = k.need("max_position_embeddings")
     if original not in (None, longest):
         k.problems.append(f"{source.prefix}original_max_position_embeddings: {original}, but dynamic has max_position_embeddings {longest}")
     return {"factor": source.need("factor"), "original": longest}
 
 
-_SCALINGS: Mapping[str, Callable[[Any, Any, int | None], dict[str, Any]]] = {
+_SCALINGS: Mapping[str, Callable[[Keys, Keys, int | None], ModelOptions]] = {
     "linear": lambda k, source, original: {"factor": source.need("factor")},
     "llama3": lambda k, source, original: {
         "factor": source.need("factor"),
@@ -234,7 +232,7 @@ _SCALINGS: Mapping[str, Callable[[Any, Any, int | None], dict[str, Any]]] = {
 """The values of each kind of `rope_scaling`, from config.json, the mapping in it and the original length."""
 
 
-def windowed(k: Any, size: int | None, is_full: Callable[[int], bool] = lambda n: False) -> dict[str, Any]:
+def windowed(k: Keys, size: int | None, is_full: Callable[[int], bool] = lambda n: False) -> ModelOptions:
     """Layers with a window: as `layer_types` says, otherwise those that are not full by the family's rule."""
     types = k.by_layer("layer_types", lambda n: "full_attention" if is_full(n) else "sliding_attention")
     unknown = [kind for kind in types if kind not in ("full_attention", "sliding_attention")]
@@ -249,23 +247,23 @@ def period_of(number: int) -> Callable[[int], bool]:
     return lambda n: (n + 1) % max(number, 1) == 0
 
 
-def unrotated(k: Any, size: int | None, made: Mapping[str, Any]) -> list[int]:
+def unrotated(k: Keys, size: int | None, made: ModelOptions) -> list[int]:
     """The layers without positions, of a family whose layers with a window alone have them. made: the result of `windowed`."""
     return [] if size is None else made.get("full_layers", [n for n, _ in enumerate(k.by_layer("layer_types", lambda n: ""))])
 
 
-def windowed_everywhere(k: Any, size: int | None) -> dict[str, Any]:
+def windowed_everywhere(k: Keys, size: int | None) -> ModelOptions:
     """A window in all layers: the classes of these families do not read `layer_types`, which some files have."""
     k.ignore("layer_types")
     return {} if size is None else {"window": size, "full_layers": []}
 
 
-def qwen_window(k: Any) -> int | None:
+def qwen_window(k: Keys) -> int | None:
     """The window of a Qwen: published files have one that is not used."""
     size = k.unless_absent("sliding_window", 4096)
     return size if k.get("use_sliding_window", False) else None
 
 
-def attention_biases(k: Any) -> list[str]:
+def attention_biases(k: Keys) -> list[str]:
     """The biases of attention's four matmuls, which a family has together or not at all."""
     return ["qkv", "out"] if k.get("attention_bias", False) else []

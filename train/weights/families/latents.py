@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .family import MISTRAL_ROPE, STACKED_EXPERTS, Family, attention_biases, shared, words
+from ..keys import ConfigJson, Keys, words
+from .family import MISTRAL_ROPE, STACKED_EXPERTS, Family, ModelOptions, attention_biases, shared
 from .mixtures import deepseek, deepseek_keys, expert_names, experts_of, shared_names
 
 _NAMES = {
@@ -25,7 +26,7 @@ _NAMES = {
 }
 
 
-def _latent(k: Any, **defaults: Any) -> dict[str, Any]:
+def _latent(k: Keys, **defaults: Any) -> ModelOptions:
     """The options of attention, and those that nearly all families have. defaults: as those of `shared`."""
     rope, free = k.need("qk_rope_head_dim"), k.need("qk_nope_head_dim")
     made = {**shared(k, **defaults), "head_dim": rope + free, "biases": attention_biases(k)}
@@ -44,7 +45,7 @@ def _latent(k: Any, **defaults: Any) -> dict[str, Any]:
     return {**made, "seq": seq, "latent": latent, "rope_pairs": pairs, "attention_scale": _scale(k, made)}
 
 
-def _scale(k: Any, made: Mapping[str, Any]) -> float | None:
+def _scale(k: Keys, made: ConfigJson) -> float | None:
     """The factor of scores, which grows with that of yarn."""
     groups = [group for name in ("rope_parameters", "rope_scaling") if isinstance(group := k.values.get(name), Mapping)]
     told = next((group["mscale_all_dim"] for group in groups if group.get("mscale_all_dim")), None)
@@ -54,7 +55,7 @@ def _scale(k: Any, made: Mapping[str, Any]) -> float | None:
     return made["head_dim"] ** -0.5 * (0.1 * told * math.log(max(scaling["factor"], 1.0)) + 1) ** 2
 
 
-def _deepseek_v2(k: Any) -> dict[str, Any]:
+def _deepseek_v2(k: Keys) -> ModelOptions:
     made, method = _latent(k), k.get("topk_method", "greedy")
     k.require("topk_method", "greedy", "group_limited_greedy")
     k.require("scoring_func", "softmax")
@@ -63,11 +64,11 @@ def _deepseek_v2(k: Any) -> dict[str, Any]:
     return {**made, "rope_pairs": "neighbours", **experts_of(k, "n_routed_experts", **{**experts, **groups, "normalized": False})}
 
 
-def _deepseek_v3(k: Any) -> dict[str, Any]:
+def _deepseek_v3(k: Keys) -> ModelOptions:
     return {**_latent(k), **deepseek(k, normalized=True, first=3, shared=1, scale=2.5, groups=(8, 4))}
 
 
-def _glm4_moe_lite(k: Any) -> dict[str, Any]:
+def _glm4_moe_lite(k: Keys) -> ModelOptions:
     types = k.by_layer("mlp_layer_types", lambda n: "sparse" if n else "dense")
     first = next((n for n, kind in enumerate(types) if kind != "dense"), len(types))
     if any(kind != "sparse" for kind in types[first:]):
@@ -76,7 +77,7 @@ def _glm4_moe_lite(k: Any) -> dict[str, Any]:
     return {**_latent(k, eps=1e-5), **deepseek(k, normalized=True, first=first, shared=1, scale=1.8)}
 
 
-def _mistral4(k: Any) -> dict[str, Any]:
+def _mistral4(k: Keys) -> ModelOptions:
     share = k.need("qk_rope_head_dim") / (k.need("qk_rope_head_dim") + k.need("qk_nope_head_dim"))
     made = _latent(
         k, share=share, grows=True, rope={**MISTRAL_ROPE, "rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192}
@@ -124,14 +125,14 @@ _INDEXER = words(
 )
 INDEXERS = ".self_attn.indexer."
 """A part of the names of an indexer's tensors."""
-SPARSE: Mapping[str, Mapping[str, Any]] = {
+SPARSE: Mapping[str, ConfigJson] = {
     "deepseek_v32": {"n_group": 8, "topk_group": 4, "index_topk": 2048},
     "glm_moe_dsa": {"n_group": 1, "topk_group": 1, "index_topk": 2048, "rms_norm_eps": 1e-5},
 }
 """Families with an indexer, and what their classes have where a file says nothing, and that of DeepSeek-V3 something else."""
 
 
-def dense(kind: str, config: Mapping[str, Any]) -> dict[str, Any]:
+def dense(kind: str, config: ConfigJson) -> ModelOptions:
     """The config.json of a DeepSeek-V3 that is a model with an indexer up to `index_topk` tokens. kind: one of `SPARSE`."""
     kept = {name: value for name, value in config.items() if name not in _INDEXER}
     return {**SPARSE[kind], **kept, "model_type": "deepseek_v3", "architectures": [_DEEPSEEK_V3.architecture]}

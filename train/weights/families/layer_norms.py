@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from .family import HIDDEN_ACTS, QKV, Family, attention_biases, period_of, shared, unrotated, windowed, windowed_everywhere, words
+from ..keys import Keys, words
+from .family import HIDDEN_ACTS, QKV, Family, ModelOptions, attention_biases, period_of, shared, unrotated, windowed, windowed_everywhere
 
 
-def _neox(k: Any) -> dict[str, Any]:
+def _neox(k: Keys) -> ModelOptions:
     share, theta = k.get("rotary_pct", 0.25), k.get("rotary_emb_base", 1e4)
     # Its class does not read these names, which some versions of transformers wrote beside its own.
     k.require("partial_rotary_factor", share)
@@ -19,7 +19,7 @@ def _neox(k: Any) -> dict[str, Any]:
     return made
 
 
-def _gpt2(k: Any) -> dict[str, Any]:
+def _gpt2(k: Keys) -> ModelOptions:
     embed, activation = k.need("n_embd"), k.get("activation_function", "gelu_new")
     k.require("activation_function", *HIDDEN_ACTS, default="gelu_new")
     return {
@@ -36,13 +36,13 @@ def _gpt2(k: Any) -> dict[str, Any]:
     }
 
 
-def _starcoder2(k: Any) -> dict[str, Any]:
+def _starcoder2(k: Keys) -> ModelOptions:
     made = shared(k, tied=True, activation="gelu_pytorch_tanh", eps=1e-5, eps_key="norm_epsilon")
     made |= {**windowed_everywhere(k, k.get("sliding_window")), "norm": "layer", "gated": False}
     return {**made, "biases": ["qkv", "out", "mlp"] if k.get("use_bias", True) else []}
 
 
-def _cohere(k: Any, theta: float) -> dict[str, Any]:
+def _cohere(k: Keys, theta: float) -> ModelOptions:
     return {
         **shared(k, tied=True, eps=1e-5, eps_key="layer_norm_eps", theta=theta),
         "norm": "layer_unbiased",
@@ -53,7 +53,7 @@ def _cohere(k: Any, theta: float) -> dict[str, Any]:
     }
 
 
-def _cohere2(k: Any) -> dict[str, Any]:
+def _cohere2(k: Keys) -> ModelOptions:
     size, period = k.unless_absent("sliding_window", 4096), k.either("sliding_window_pattern", "layer_switch", 4)
     made = windowed(k, size, period_of(period))
     # Also without the size of a window, full layers are those that have no positions.

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .family import Family, attention_biases, period_of, qwen_window, shared, windowed, windowed_everywhere, words
+from ..keys import Keys, words
+from .family import Family, ModelOptions, attention_biases, period_of, qwen_window, shared, windowed, windowed_everywhere
 
 _BIAS = "e_score_correction_bias"
 
@@ -26,21 +27,21 @@ def shared_names(name: str) -> dict[str, str]:
     return {f"moe/shared/{ours}": f"mlp.{name}.{theirs}" for ours, theirs in mlp.items()} | {"moe/shared_gate": "mlp.shared_expert_gate"}
 
 
-def experts_of(k: Any, count: str, **more: Any) -> dict[str, Any]:
+def experts_of(k: Keys, count: str, **more: Any) -> ModelOptions:
     """The experts, whose number is that of a key. Also the score of a single chosen one is divided by itself, unless `more` says not."""
     k.either(count, other := "num_experts" if count == "num_local_experts" else "num_local_experts")
     count = other if k.values.get(count) is None and other in k.values else count
     return {"experts": {"count": k.need(count), "choose": k.need("num_experts_per_tok"), "balance": "batch", "normalized": True, **more}}
 
 
-def _biased(k: Any, count: str, **more: Any) -> dict[str, Any]:
+def _biased(k: Keys, count: str, **more: Any) -> ModelOptions:
     """The experts of a router as DeepSeek-V3's: sigmoids, and a bias for the choice. more: of its keys, that a family has or not."""
     k.require("scoring_func", "sigmoid", "noaux_tc")
     k.require("topk_method", "noaux_tc")
     return experts_of(k, count, score="sigmoid", balance="bias", **more)
 
 
-def deepseek_keys(k: Any, *, first: int, shared: int | None, scale: float = 1.0, groups: tuple[int, int] = (1, 1)) -> dict[str, Any]:
+def deepseek_keys(k: Keys, *, first: int, shared: int | None, scale: float = 1.0, groups: tuple[int, int] = (1, 1)) -> ModelOptions:
     """The options of experts by the keys that all families of DeepSeek's share. The arguments are the defaults of the family's class."""
     k.require("moe_layer_freq", 1)
     count, chosen = k.get("n_group", groups[0]), k.get("topk_group", groups[1])
@@ -53,24 +54,24 @@ def deepseek_keys(k: Any, *, first: int, shared: int | None, scale: float = 1.0,
     }
 
 
-def deepseek(k: Any, *, normalized: bool, **defaults: Any) -> dict[str, Any]:
+def deepseek(k: Keys, *, normalized: bool, **defaults: Any) -> ModelOptions:
     """The experts of DeepSeek-V3. The arguments are the defaults of the family's class."""
     return _biased(k, "n_routed_experts", normalized=k.get("norm_topk_prob", normalized), **deepseek_keys(k, **defaults))
 
 
-def _glm4_moe(k: Any) -> dict[str, Any]:
+def _glm4_moe(k: Keys) -> ModelOptions:
     made = shared(k, eps=1e-5, share=0.5)
     made |= {"biases": ["qkv"] if k.get("attention_bias", False) else [], "qk_norm": "head" if k.get("use_qk_norm", False) else None}
     return {**made, **deepseek(k, first=1, shared=1, normalized=True)}
 
 
-def _dots1(k: Any) -> dict[str, Any]:
+def _dots1(k: Keys) -> ModelOptions:
     first = k.get("max_window_layers", 62, may_be_zero=True)
     made = {**shared(k), **windowed(k, k.unless_absent("sliding_window", 4096), lambda n: n < first)}
     return {**made, "biases": attention_biases(k), "qk_norm": "head", **deepseek(k, first=0, shared=None, normalized=False)}
 
 
-def _minimax_m2(k: Any) -> dict[str, Any]:
+def _minimax_m2(k: Keys) -> ModelOptions:
     k.ignore("mtp_transformer_layers", "num_mtp_modules", "use_mtp")
     if any(kind != 1 for kind in k.by_layer("attn_type_list", lambda n: 1)):
         k.problems.append("attn_type_list: another kind of attention than 1 is not supported")
@@ -79,7 +80,7 @@ def _minimax_m2(k: Any) -> dict[str, Any]:
     return {**made, "qk_norm": "all", **_biased(k, "num_local_experts")}
 
 
-def _qwen2_moe(k: Any) -> dict[str, Any]:
+def _qwen2_moe(k: Keys) -> ModelOptions:
     k.ignore("max_window_layers", "sliding_window")
     ffn, width = k.need("moe_intermediate_size"), k.get("shared_expert_intermediate_size", 5632)
     if width % ffn:
@@ -89,13 +90,13 @@ def _qwen2_moe(k: Any) -> dict[str, Any]:
     return {**made, **experts_of(k, "num_experts", **more)}
 
 
-def _qwen3_moe(k: Any) -> dict[str, Any]:
+def _qwen3_moe(k: Keys) -> ModelOptions:
     k.ignore("max_window_layers")
     made = {**shared(k), **windowed_everywhere(k, qwen_window(k)), "biases": attention_biases(k), "qk_norm": "head"}
     return {**made, **experts_of(k, "num_experts", ffn=k.need("moe_intermediate_size"), normalized=k.get("norm_topk_prob", False))}
 
 
-def _gpt_oss(k: Any) -> dict[str, Any]:
+def _gpt_oss(k: Keys) -> ModelOptions:
     k.ignore("experts_per_token", "initial_context_length")
     k.values = {"num_key_value_heads": 8, **k.values}
     made = {

@@ -12,7 +12,8 @@ from typing import Any
 
 from jgt.document import shown
 
-from .family import STACKED_EXPERTS, words
+from ..keys import ConfigJson, Keys, words
+from .family import STACKED_EXPERTS, ModelOptions
 
 _OTHERS = words("mm_projector multi_modal_projector vision_tower visual")
 OTHER_PARTS = ("mtp.", *(f"{first}{name}." for name in _OTHERS for first in ("", "model.")))
@@ -36,16 +37,16 @@ class TextPart:
 
     families: Mapping[str, str]
     is_flat: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    only: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    defaults: ConfigJson = field(default_factory=ModelOptions)
+    only: ConfigJson = field(default_factory=ModelOptions)
     names: Mapping[str, str] = field(default_factory=dict[str, str])
 
-    def config(self, k: Any) -> dict[str, Any]:
+    def config(self, k: Keys) -> ModelOptions:
         """The config.json of the text part alone, from the keys of the whole. Notes problems there."""
         group = k.group("text_config")
         if self.is_flat and not group.values:
             group.values = {name: value for name, value in k.values.items() if name not in _SILENT}
-        inner: Mapping[str, Any] = group.values
+        inner: ConfigJson = group.values
         kind = group.get("model_type", next(iter(self.families)))
         if kind not in self.families:
             k.problems.append(f"{group.prefix}model_type: {shown(kind)} is not supported. Supported: {', '.join(self.families)}")

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from jgt.document import nearest, shown
+
+from ..keys import ConfigJson
 
 QUANT_CONFIG = "hf_quant_config.json"
 """The file by which modelopt says how the tensors of a folder are quantised, also where config.json says nothing."""
@@ -47,7 +48,7 @@ def _digits(text: str) -> str:
     return re.sub(r"\D", "", text)
 
 
-def quantised_by(config: Mapping[str, Any]) -> str | None:
+def quantised_by(config: ConfigJson) -> str | None:
     """The method by which the tensors of a config.json are quantised; None if they are not."""
     told = config.get("quantization_config") or config.get("compression_config")
     if not told:
