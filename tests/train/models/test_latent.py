@@ -29,7 +29,7 @@ LAYOUTS = {
     "fsdp_tensor": ("fsdp_tensor", {"data": 2, "fsdp": 2, "tensor": 2}, {}),
     "experts": ("experts", {"data": 2, "fsdp": 2, "expert": 2}, {}),
     "ring": ("context", {"data": 2, "fsdp": 1, "seq": 2, "tensor": 2}, {}),
-    "gather": ("context", {"data": 1, "fsdp": 1, "seq": 4, "tensor": 1}, {"layers/attn": {"context": {"axis": "seq", "method": "gather"}}}),
+    "gather": ("context", {"data": 2, "fsdp": 1, "seq": 4, "tensor": 1}, {"layers/attn": {"context": {"axis": "seq", "method": "gather"}}}),
     "overlap": ("overlap", {"data": 2, "fsdp": 2, "tensor": 2}, {}),
 }
 
