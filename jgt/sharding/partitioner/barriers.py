@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import stablehlo
 
 from jgt.sharding.partitioner.grid import Splits, count_parts
-from jgt.sharding.partitioner.shardy import made_of, type_shape
+from jgt.sharding.partitioner.shardy import NUMBER, made_of, type_shape
 
 
 def _scattered(op: ir.Operation) -> tuple[list[int], list[int]]:
@@ -45,7 +44,7 @@ def hold_operands(op: ir.Operation) -> None:
         op.operands[n] = value
 
 
-def _updated(op: ir.Operation) -> list[tuple[Any, Any]]:
+def _updated(op: ir.Operation) -> list[tuple[ir.Value, ir.Value]]:
     """Each array that a scatter or an update of a slice changes, with its updates."""
     count, first = len(op.results), 1 if op.name == "stablehlo.dynamic_update_slice" else len(op.results) + 1
     return [(op.operands[n], op.operands[first + n]) for n in range(count)]
@@ -53,18 +52,47 @@ def _updated(op: ir.Operation) -> list[tuple[Any, Any]]:
 
 def copies_itself(op: ir.Operation) -> bool:
     """Whether an array is updated with a part of itself, in one window. XLA may then write into the array that it still reads."""
-    has_one = op.name == "stablehlo.dynamic_update_slice" or has_one_window(op)
-    return has_one and any(operand in made_of(update, 64) for operand, update in _updated(op))
+    return (op.name == "stablehlo.dynamic_update_slice" or has_one_window(op)) and next(_sources(op), None) is not None
+
+
+def _sources(op: ir.Operation) -> Iterator[ir.Value]:
+    """What the updates are computed from, where it is the array that they change."""
+    for operand, update in _updated(op):
+        yield from (value for value in made_of(update, 64) if _is_alike(value, operand))
+
+
+def _is_alike(one: ir.Value, other: ir.Value, depth: int = 8) -> bool:
+    """Whether XLA computes two values once: they are computed alike, whatever their layouts. depth: how far back to look."""
+    one, other = _unconstrained(one), _unconstrained(other)
+    if one == other:
+        return True
+    first, second = one.owner, other.owner
+    if not depth or isinstance(first, ir.Block) or isinstance(second, ir.Block) or _form(first) != _form(second):
+        return False
+    return all(_is_alike(a, b, depth - 1) for a, b in zip(first.operands, second.operands, strict=True))
+
+
+def _form(op: ir.OpView) -> object:
+    """What an operation computes of its operands. One with regions or several results is like no other."""
+    if len(op.regions) or len(op.results) != 1:
+        return op
+    return op.name, op.results[0].type, {key: op.attributes[key] for key in op.attributes if key != NUMBER}
+
+
+def _unconstrained(value: ir.Value) -> ir.Value:
+    """The value behind its constraints."""
+    while not isinstance(value.owner, ir.Block) and value.owner.name == "sdy.sharding_constraint":
+        value = value.owner.operands[0]
+    return value
 
 
 def hold_sources(op: ir.Operation) -> None:
-    """Has all but the update itself read its arrays behind a barrier."""
-    for operand, _ in _updated(op):
-        owner = operand.owner
-        is_argument = isinstance(owner, ir.Block)
-        with ir.InsertionPoint.at_block_begin(owner) if is_argument else ir.InsertionPoint.after(owner):
-            held = stablehlo.OptimizationBarrierOp([operand])
-        operand.replace_all_uses_except(held.results[0], [op, held.operation])
+    """Has all but the update itself read these arrays behind a barrier."""
+    for value in [*_sources(op)]:
+        owner = value.owner
+        with ir.InsertionPoint.at_block_begin(owner) if isinstance(owner, ir.Block) else ir.InsertionPoint.after(owner):
+            held = stablehlo.OptimizationBarrierOp([value])
+        value.replace_all_uses_except(held.results[0], [op, held.operation])
 
 
 def _repeated_dims(value: ir.Value, depth: int = 32) -> set[int]:

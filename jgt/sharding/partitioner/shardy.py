@@ -156,7 +156,7 @@ def type_shape(value: ir.Value) -> tuple[int, ...]:
     return tuple(ir.RankedTensorType(value.type).shape) if isinstance(value.type, ir.RankedTensorType) else ()
 
 
-def made_of(value: ir.Value, most: int) -> Iterator[Any]:
+def made_of(value: ir.Value, most: int) -> Iterator[ir.Value]:
     """A value, and those that it is computed from. most: how many."""
     seen, left = set[ir.Value](), [value]
     while left and len(seen) < most:
