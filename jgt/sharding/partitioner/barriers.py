@@ -39,9 +39,8 @@ def shares_updates(op: ir.Operation, layouts: Sequence[Splits]) -> bool:
 
 def hold_operands(op: ir.Operation) -> None:
     """Hides from XLA how the operands were made: by a slice that it would merge with a scatter's own, or by a broadcast."""
-    held = stablehlo.OptimizationBarrierOp(list(op.operands)[: len(op.results)]).results
-    for n, value in enumerate(held):
-        op.operands[n] = value
+    for n, held in enumerate(stablehlo.OptimizationBarrierOp(list(op.operands)[: len(op.results)]).results):
+        op.operands[n] = held
 
 
 def _updated(op: ir.Operation) -> list[tuple[ir.Value, ir.Value]]:

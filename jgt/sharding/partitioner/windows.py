@@ -48,12 +48,10 @@ def far_starts(op: ir.Operation) -> dict[int, int]:
 
 def starts_wrongly(op: ir.Operation, layouts: Sequence[Splits]) -> bool:
     """Whether XLA cuts a dim whose start may be wrong: because the dim is split, or because a reader needs only a part of it."""
-    _, sizes = _starts(op)
-    is_slice = op.name == "stablehlo.dynamic_slice"
-    is_cut_out = is_slice and _is_cut_out(op.operands[0])
-    return any(
-        layouts[0][d] or layouts[-1][d] or (sizes[d] > 1 or is_cut_out if is_slice else _is_cut(op.results[0], d)) for d in far_starts(op)
-    )
+    (_, sizes), is_update = _starts(op), op.name == "stablehlo.dynamic_update_slice"
+    merges = not is_update and _is_cut_out(op.operands[0])
+    needs = [_is_cut(op.results[0], d) if is_update else merges or size > 1 for d, size in enumerate(sizes)]
+    return any(layouts[0][d] or layouts[-1][d] or needs[d] for d in far_starts(op))
 
 
 def _is_cut(value: ir.Value, d: int) -> bool:
