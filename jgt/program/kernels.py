@@ -132,4 +132,5 @@ KERNELS = (
         keeps_rows=True,
     ),
 )
-_BY_PRIMITIVE = {primitive: kernel for kernel in KERNELS for primitive in kernel.primitives}
+# The first kernel that names a primitive has it.
+_BY_PRIMITIVE = {primitive: kernel for kernel in reversed(KERNELS) for primitive in kernel.primitives}

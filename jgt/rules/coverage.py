@@ -22,7 +22,7 @@ _FITS = " that the spec fits"
 
 AnyMatch = Match[SpecRule] | Match[SaveRule] | Match[OverlapRule] | Match[ExpertsRule] | Match[ContextRule]
 _Row = tuple[Slot, str, str, str]
-"""A rule's slot, its file:line, what messages call it, and why it decides nothing if it has decided nothing."""
+"""A rule's slot, its file:line, its name in messages, and the reason for a message if it has decided nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ The same attention can run as a program of XLA's own operations or as one fused 
 matrix, but it has conditions: a kind of device, a dtype, sizes of heads. So each kernel is one object here, with its function and with the
 reason why it is not available to a model on a device, if there is one. `model.attention: auto` takes the first kernel without such a
 reason, XLA's at the latest, and the run logs the choice. What jgt has to know of a kernel (its name in JAX, its FLOPs) is an
-object of the same name in `jgt/program/kernels.py`; nothing else asks which kernel a run has.
+object of the same name in `jgt/program/kernels.py`. Others ask a kernel for its properties, not for its name.
 
 XLA's program keeps one array of scores for its backward pass. The scores [b, n, s, s] are the largest array of a layer.
 `jax.nn.dot_product_attention` keeps four of that shape: the mask, the scores with the mask, their exponentials, and the probabilities in

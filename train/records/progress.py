@@ -42,8 +42,8 @@ class SkippedError(EndError):
     """The run has to stop because of updates that were not applied. The message names the step and its samples."""
 
 
-_NO_METRICS = ("loss", "grad_norm", "applied", EXPERT_LOAD)
-"""Results of a step that its row has in another form, or not at all."""
+_OF_THE_STEP = ("loss", "grad_norm", "applied", EXPERT_LOAD)
+"""Results of every step, which are no metrics of the loss's own. The row has the first two."""
 _MOST_LOADS = 500
 """About the largest number of rows of loads in a run."""
 _MEMORY = {"memory_bytes": "bytes_in_use", "memory_peak_bytes": "peak_bytes_in_use", "memory_limit_bytes": "bytes_limit"}
@@ -215,7 +215,7 @@ class Progress:
 
 def _metrics_of(done: StepResult) -> dict[str, float | None]:
     """The metrics of a finished step. Whatever the loss returns beside its value is there under its own name."""
-    own = {name: _scalar(value) for name, value in done.metrics.items() if name not in _NO_METRICS}
+    own = {name: _scalar(value) for name, value in done.metrics.items() if name not in _OF_THE_STEP}
     return own | {name: float(done.metrics[name]) for name in ("loss", "grad_norm")}
 
 

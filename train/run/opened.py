@@ -186,8 +186,10 @@ def _prepared(run: Run, element: Element | None) -> Setup:
         with contextlib.suppress(InputError):
             stored = document.read(file).find("rules")
             rules, by = make_rules(stored), run.rules.otherwise
-            # Under another rules file than before, too.
-            is_same = rules.inputs == run.rules.inputs and (bool(rules.params), bool(rules.reads)) == (bool(by.params),) * 2
+            # Under another rules file than before, too: it splits something else, or over other axes.
+            used = {axis for rule in (*rules.params, *rules.optimizer) for axis in rule.axes}
+            is_same = rules.inputs == run.rules.inputs and bool(rules.optimizer) == bool(by.optimizer)
+            is_same = is_same and used == {axis for axis in by.axes if run.mesh.get(axis, 1) != 1}
             if is_same and rules.otherwise is None and not rules.signals:
                 return prepare(replace(run, rules=rules, rules_root=stored), element=element)
     return prepare(run, element=element)

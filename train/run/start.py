@@ -80,13 +80,13 @@ class Position:
 class Start:
     """Finds and restores the state that a run starts from.
 
-    data: the data's fingerprint. phase(name, **details): a context manager that records how long a phase of the run takes. say: prints a
+    data: the data's fingerprint. timed(name, **details): a context manager that records how long a phase of the run takes. say: prints a
     line for a person.
     """
 
     setup: Setup
     data: Mapping[str, object]
-    phase: Callable[..., AbstractContextManager[None]]
+    timed: Callable[..., AbstractContextManager[None]]
     say: Callable[[str], None]
 
     def position(self, checkpoints: Checkpoints, resume: Resume) -> Position:
@@ -94,7 +94,7 @@ class Start:
         run, other = self.setup.run, resume.path
 
         def restore_own(saved: SavedStep) -> State:
-            with self.phase("restore", step=saved.manifest.step):
+            with self.timed("restore", step=saved.manifest.step):
                 return restore_state(self.setup, saved, resume.allow)
 
         def restore_other(saved: SavedStep) -> State:
@@ -125,7 +125,7 @@ class Start:
         Raises InputError if the parameters of `checkpoint.weights` or `model.hf` do not fit.
         """
         weights = self.setup.run.config.checkpoint.weights
-        with self.phase("init"):
+        with self.timed("init"):
             # Waits, so that the phase includes the work on the devices.
             state = jax.block_until_ready(self.setup.init())
         model = self.setup.run.config.model
@@ -141,7 +141,7 @@ class Start:
 
     def _published(self, state: State, place: str) -> Position:
         """The position with the parameters of a published model, if its folder has files."""
-        with self.phase("restore", step=0):
+        with self.timed("restore", step=0):
             folder = agreed(partial(local_folder, place))
             if not has_weights(folder):
                 self.say(f"{place} has no weights: the model starts from random values")
@@ -161,7 +161,7 @@ class Start:
         """The newest step of a search that can be restored, and what `restore` makes of it; None if there is no step."""
         try:
             while True:
-                with self.phase("verify"):
+                with self.timed("verify"):
                     saved = search.next()
                 if saved is None:
                     return None
@@ -193,7 +193,7 @@ class Start:
         """
         setup, cast = self.setup, self.setup.run.config.checkpoint.cast
         check_adapters(setup.run, saved.manifest.fingerprints, saved.folder)
-        with self.phase("restore", step=0):
+        with self.timed("restore", step=0):
             try:
                 params = self._with_fresh_adapters(state, saved, partial(saved_params, setup, saved, cast=cast))
                 one, shardings = setup.saved_of_one

@@ -55,7 +55,7 @@ def copies_itself(op: ir.Operation) -> bool:
 
 
 def _sources(op: ir.Operation) -> Iterator[ir.Value]:
-    """What the updates are computed from, where it is the array that they change."""
+    """The values that the updates are computed from and that are alike the array that they change."""
     for operand, update in _updated(op):
         yield from (value for value in made_of(update, 64) if _is_alike(value, operand))
 
@@ -72,7 +72,7 @@ def _is_alike(one: ir.Value, other: ir.Value, depth: int = 8) -> bool:
 
 
 def _form(op: ir.OpView) -> object:
-    """What an operation computes of its operands. One with regions or several results is like no other."""
+    """The name, type and attributes of an operation; of one with regions or several results, itself: it is like no other."""
     if len(op.regions) or len(op.results) != 1:
         return op
     return op.name, op.results[0].type, {key: op.attributes[key] for key in op.attributes if key != NUMBER}

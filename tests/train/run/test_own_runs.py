@@ -201,7 +201,10 @@ def test_a_run_keeps_the_rules_that_were_chosen_and_takes_them_again(run_of, tmp
     # One that does not fit this mesh is not taken.
     file.write_text(document.dump({**kept, "rules": {**kept["rules"], "params": {"w": ["data", None]}}}))
     assert params("mesh={fsdp: 8}") == []
-    # Nor is one of another rules file: jgt:zero1 splits no parameter.
+    # Nor is one of another rules file: jgt:fsdp_tensor splits over tensor, too, and jgt:zero1 splits no parameter.
+    file.write_text(document.dump({**kept, "rules": {**kept["rules"], "params": {"w": ["fsdp", None]}}}))
+    assert params("mesh={fsdp: 4, tensor: 2}", "rules=jgt:fsdp_tensor") == []
+    assert params("mesh={fsdp: 8}", "rules=jgt:fsdp_tensor") == [(("fsdp",), ())]
     whole = {"inputs": {"**": ["data", "..."]}, "reads": "whole", "default": "replicate", "params": {"w": ["data", None]}}
     file.write_text(document.dump({**kept, "rules": whole}))
     assert params("mesh={data: 8}", "rules=jgt:zero1") == []
