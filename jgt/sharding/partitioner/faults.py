@@ -78,8 +78,9 @@ def _sums_wrongly(dims: OperationDims, layouts: Sequence[Splits], grid: AxisGrid
         # An axis splits three different dims.
         return True
     counts = [[count_parts(_axes(layouts, factor, n)) for factor in dims.summed] for n in (0, 1)]
-    if counts[0] != counts[1] and all(sum(count > 1 for count in one) > 1 for one in counts):
-        # Both operands split several of the dims that are summed over, but differently. A sum is forgotten.
+    num_split = sorted(sum(count > 1 for count in one) for one in counts)
+    if counts[0] != counts[1] and num_split[0] > 0 and num_split[1] > 1:
+        # Both operands split dims that are summed over, one of them several, but differently. A sum is forgotten.
         return True
     if _has_many_axes(grid) and not any(_only_gathers(dims, layouts, n) for n in range(3)):
         return True

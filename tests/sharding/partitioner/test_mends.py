@@ -176,7 +176,7 @@ def test_an_index_outside_of_a_window(starts, indices, of_result):
     np.testing.assert_array_equal(*laid_out(row_of_a_window, ((("a", "b"), None), (of_result,)), *args, axes=2))
 
 
-LOOKUPS = (
+SIXTEEN = (
     "import jax, jax.numpy as jnp, numpy as np, jgt",
     "from jax.sharding import NamedSharding, PartitionSpec as P",
     "mesh = jgt.make_mesh(dict.fromkeys('abcd', 2))",
@@ -189,13 +189,19 @@ LOOKUPS = (
     "    place = lambda x, n: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*layouts[n])))",
     "    sharded = jgt.shard(lambda *args: lookup(place, *args), rules, mesh, own='keep')",
     "    np.testing.assert_array_equal(jax.jit(sharded)(table, ids), table[ids], str(layouts))",
+    "mesh = jgt.make_mesh({'a': 4, 'b': 2, 'c': 2})",
+    "layouts = (None, 'a', 'c', 'b'), (None, None, 'c', ('b', 'a')), ('c', 'b')",
+    "x, w = jnp.asarray(np.random.default_rng(0).integers(-3, 4, (2, 8, 8, 4, 8)), jnp.float32)",
+    "of_sums = lambda place, x, w: place(jnp.einsum('abck,abcn->kn', place(x, 0), place(w, 1)), 2)",
+    "sharded = jgt.shard(lambda *args: of_sums(place, *args), rules, mesh, own='keep')",
+    "np.testing.assert_array_equal(jax.jit(sharded)(x, w), of_sums(lambda x, n: x, x, w))",
 )
 
 
 @pytest.mark.slow
-def test_lookups_on_four_axes():
+def test_lookups_on_four_axes_and_a_matmul_with_three_sums():
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=16"}
-    subprocess.run([sys.executable, "-c", "\n".join(LOOKUPS)], check=True, env=env, timeout=120)
+    subprocess.run([sys.executable, "-c", "\n".join(SIXTEEN)], check=True, env=env, timeout=120)
 
 
 NANS = {
