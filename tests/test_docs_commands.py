@@ -109,7 +109,7 @@ def folder(tmp_path_factory):
     for name in ("configs", "examples"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "rules").symlink_to(ROOT / "configs" / "rules")
-    for name in ("Qwen3-8B", "Llama-3.1-70B"):
+    for name in ("Qwen3-8B", "Llama-3.1-70B", "SmolLM2-135M"):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(QWEN))
     (folder / "run.yaml").write_text("devices: {virtual_cpu: 8}\n")
@@ -136,7 +136,7 @@ def test_its_file_and_its_keys_are_read(words, folder, monkeypatch):
 
 
 _ELSEWHERE = re.compile(
-    r"hf:|s3:|Qwen3-8B|Llama-3|run\.yaml|runs/(?!quickstart|sft)|gpu\.yaml|own\.csv|--search|--check "
+    r"hf:|s3:|Qwen3-8B|Llama-3|SmolLM2|smollm2|run\.yaml|runs/(?!quickstart|sft)|gpu\.yaml|own\.csv|--search|--check "
     r"|^(conformance|calibrate|serve|launch)"
 )
 """Commands that need a file, a device, a server's client or an hour that is not here."""
