@@ -199,7 +199,7 @@ def test_cudnn_computes_the_widths_of_deepseek_on_hopper():
 # -- adapters ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["q_a_proj", "kv_b_proj", "experts/gate"])
+@pytest.mark.parametrize("module", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("q_a_proj", "kv_b_proj")), "experts/gate"])
 def test_adapters_are_the_model_with_the_sums(tiny_file, module):
     lora = f"lora={{rank: 4, alpha: 8, modules: ['{module}']}}"
     experts = "model.experts={count: 4, choose: 2, ffn: 16}"

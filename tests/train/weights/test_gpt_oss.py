@@ -110,7 +110,7 @@ def test_the_gradient_of_each_tensor_is_that_of_torch(alone):
         assert np.abs(flat).max() == pytest.approx(largest, rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", [n if n in ("experts", "ring") else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
+@pytest.mark.parametrize("layout", [n if n == "experts" else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS])
 def test_loss_and_gradients_are_those_of_one_device(layout, tiny_file, alone):
     value, gradient = differentiated(setup_of(tiny_file, *LAYOUTS[layout]))
     assert value == pytest.approx(alone[0], rel=2e-6)
