@@ -57,7 +57,7 @@ def unreached(rules: Rules, seen: Seen) -> Iterator[str]:
     paths = list(seen.params)
     rows += _rows_of_parameters("params", rules.params, ("params",), "no parameter matches", paths)
     rows += _rows_of_parameters("optimizer", rules.optimizer, ("optimizer",), f"no parameter matches{_FITS}", paths)
-    # A rule that nobody wrote is no mistake where a function has no batch.
+    # A function without a batch leaves the default rule unused, which the user did not write.
     inputs = () if rules.is_batch_implied else rules.inputs
     rows += [(("inputs", n), rule.where, f"inputs: {rule.pattern}", "no argument of that name and rank") for n, rule in enumerate(inputs)]
     for slot, where, label, reason in rows:

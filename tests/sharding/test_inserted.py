@@ -1,4 +1,4 @@
-"""The list of inserted constraints is that of the constraints in the rewritten program, each with its lines."""
+"""The list has every constraint of the rewritten program, with the line of its rule and of its operation."""
 
 import inspect
 import json

@@ -74,7 +74,7 @@ class LatentConfig:
     A key is made of the latent but for its last elements, which are rotated and the same for all heads. A cache has the latent and these.
 
     rank: the width of the latent.
-    query_rank: the width of another latent, of which queries are made; null: they are made of the residual stream.
+    query_rank: the rank of the queries' own latent; null: queries are projected directly from the layer's input.
     rope_dim: the number of a head's last elements that are rotated; `head_dim` counts them too.
     value_dim: the width of a head's values; null: `head_dim`.
     norm_eps: the epsilon of the latents' norms.

@@ -40,7 +40,7 @@ def attention_of(text: str, query: Shape) -> AttentionWork | None:
     operands = re.search(r"operand_layout_constraints=\{([^=]*)\}", text)
     widths = [int(n) for n in re.findall(r"\[\d+,\d+,\d+,(\d+)\]", operands[1])] if operands else []
     value = widths[2] if len(widths) > 2 else query[-1]
-    # Two matmuls forward, five backward, of which one and three have the width of queries and keys, and the others that of values. A plan
+    # Two matmuls forward and five backward. One and three of them have the width of queries and keys, the others that of values. A plan
     # takes the time of all FLOPs that the device executes.
     width = 3 * query[-1] + 2 * value if is_backward else query[-1] + value
     flops = attention_flops(math.prod(scores) * width if scores else 0, 1, is_causal='CAUSAL"' in text)

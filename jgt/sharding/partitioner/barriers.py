@@ -55,13 +55,13 @@ def copies_itself(op: ir.Operation) -> bool:
 
 
 def _sources(op: ir.Operation) -> Iterator[ir.Value]:
-    """The values that the updates are computed from and that are alike the array that they change."""
+    """The values behind an update that are the updated array, or are computed in the same way."""
     for operand, update in _updated(op):
         yield from (value for value in made_of(update, 64) if _is_alike(value, operand))
 
 
 def _is_alike(one: ir.Value, other: ir.Value, depth: int = 8) -> bool:
-    """Whether XLA computes two values once: they are computed alike, whatever their layouts. depth: how far back to look."""
+    """Whether XLA merges two values, because both are computed in the same way; layouts do not count. depth: how far back to look."""
     one, other = _unconstrained(one), _unconstrained(other)
     if one == other:
         return True

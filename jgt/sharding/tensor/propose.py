@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from jgt.program.jaxpr import Program
 from jgt.replacements.replacement import ParameterPlace
-from jgt.sharding.tensor.factors import Factors, factors_of
+from jgt.sharding.tensor.factors import Factors
+from jgt.sharding.tensor.walk import factors_of
 
 
 @dataclass(frozen=True, kw_only=True)
