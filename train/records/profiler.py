@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -45,7 +46,9 @@ class Profiler:
         self._folder = run / PROFILE if process == 0 else run / PROFILE / f"process-{process}"
         self._costs = run / PROFILE / f"costs-{process}.json"
         self._slices, self._begun = run / PROFILE / f"slices-{process}.json", 0.0
-        self._before: set[Path] = set()
+        # JAX 0.10 can begin no other trace in a process after one that it could not write. Nothing else writes to this folder.
+        self._unfinished = self._folder / ".unfinished"
+        self._trace: Path | None = None
         self.tracing = False
         """Whether a trace is running."""
         self._mark, self._known_until = run / PROFILE / _TRIAL, 0.0
@@ -97,10 +100,10 @@ class Profiler:
         options.python_tracer_level = 0
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            # An earlier start of the run may have left traces in the same folder.
-            self._before = set(self._traces())
-            jax.profiler.start_trace(str(self._folder), profiler_options=options)
-            self.tracing, self._begun = True, time.time()
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            self._unfinished.mkdir()
+            jax.profiler.start_trace(str(self._unfinished), profiler_options=options)
+            self.tracing, self._begun, self._trace = True, time.time(), None
         except (OSError, RuntimeError) as error:
             say(f"the profile could not be begun: {error}")
 
@@ -115,15 +118,15 @@ class Profiler:
         stored too.
         """
         self.close()
-        new = [path for path in self._traces() if path not in self._before]
-        if new and self._steps is not None and stages is not None:
-            self._store_costs(new[0], text, done + 1 - self._steps.first, stages)
-        if new and self._steps is not None:
-            self._store_slices(new[0], text, known_signals, done)
-        if not self._is_first or not new or self._steps is None:
+        file = self._trace
+        if file is None or self._steps is None:
             return
-        # JAX writes one trace per process and recording.
-        (file,), first = new, self._steps.first
+        if stages is not None:
+            self._store_costs(file, text, done + 1 - self._steps.first, stages)
+        self._store_slices(file, text, known_signals, done)
+        if not self._is_first:
+            return
+        first = self._steps.first
         try:
             profile = Profile.read(file, _ANNOTATION, text, done + 1 - first, known_signals)
         # A trace of another version of JAX, or one that the disk cut short, may fail anywhere.
@@ -169,11 +172,20 @@ class Profiler:
             self.tracing = False
             try:
                 jax.profiler.stop_trace()
+                self._trace = self._moved()
             except (OSError, RuntimeError) as error:
                 say(f"the profile could not be written: {error}")
 
-    def _traces(self) -> Iterator[Path]:
-        return self._folder.glob("plugins/profile/*/*.xplane.pb")
+    def _moved(self) -> Path | None:
+        """The trace that has just been written, in the folder where the viewers look for it; None if there is none."""
+        # JAX writes one trace per process and recording, in a folder that is named by the time.
+        for folder in self._unfinished.glob("plugins/profile/*"):
+            target = self._folder / folder.relative_to(self._unfinished)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            folder.rename(target)
+            shutil.rmtree(self._unfinished, ignore_errors=True)
+            return next(target.glob("*.xplane.pb"), None)
+        return None
 
 
 def layers_of_devices(setup: Setup) -> dict[str, object] | None:

@@ -3,6 +3,7 @@
 import json
 import os
 
+import jax
 import pytest
 
 from train.journal.status import ask, read_status
@@ -61,6 +62,9 @@ def test_a_profile_that_cannot_be_written_ends_no_run(tiny, tmp_path, capsys, mo
         assert "profile" in capsys.readouterr().err
     if (entry, kind) in (("signals.json", "pipe"), ("signals.json", "link")):
         assert "signals" in json.loads((run / "profile" / "signals.json").read_text())
+    # JAX has ended the trace: the process can begin another.
+    with jax.profiler.trace(str(tmp_path / "next")):
+        pass
 
 
 def test_a_request_after_the_report_is_for_the_next_agreement():
