@@ -132,6 +132,7 @@ def print_published(described: Described, config: ModelConfig, *, shows_tensors:
     print(f"{described.config['model_type']}: {sum(x.size for x in jax.tree.leaves(shapes)):,} parameters")
     print("\n".join(f"  {name}: {value}" for name, value in described.keys.items()))
     if files is None:
+        print("" if described.unread is None else f"It can be planned, but not read: {described.unread}\n", end="")
         return
     if shows_tensors:
         print("\n".join(f"  {path}: {source.name}" for path, source in sorted(files.sources.items())))

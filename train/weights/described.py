@@ -23,6 +23,7 @@ from .families.multimodal import OTHER_PARTS, TEXT_PARTS
 from .families.unsupported import QUANT_CONFIG, quantised, quantised_by, why_unsupported
 from .foreign import inside, read_json
 from .keys import MOST_LAYERS, ConfigJson, Keys, words
+from .safetensors import has_weights
 
 # The longest ones name each quantised tensor.
 MOST_BYTES = 1 << 24
@@ -43,7 +44,7 @@ class Described:
     config: its contents, or those of the text part. names: tensors that have other names in the folder than in files of the family. others:
     the beginnings of the names of tensors of other parts, which are left out, or with a point what is inside of them. block: the rows and
     columns of a block of a matrix in eight bits, which has one scale; (0, 0): the whole matrix; None: matrices are not in eight bits.
-    is_mxfp4: whether experts are in four bits (mxfp4).
+    is_mxfp4: whether experts are in four bits (mxfp4). unread: why tensors as config.json describes them could not be read.
     """
 
     path: Path
@@ -54,6 +55,7 @@ class Described:
     others: tuple[str, ...] = ()
     block: tuple[int, int] | None = None
     is_mxfp4: bool = False
+    unread: str | None = None
 
     @property
     def file(self) -> Path:
@@ -68,14 +70,18 @@ def published(path: Path) -> Described:
     file = path if path.suffix == ".json" else inside(path, "config.json")
     place = path if path.suffix == ".json" else path / "config.json"
     described = replace(described_by(read_json(file, MOST_BYTES), place), path=path)
-    if described.block is not None or described.is_mxfp4 or not os.path.lexists(place.parent / QUANT_CONFIG):
-        return described
-    told = read_json(inside(place.parent, QUANT_CONFIG), MOST_BYTES)
-    return replace(described, block=_block(told, "quantization", place.parent / QUANT_CONFIG))
+    if described.block is None and not described.is_mxfp4 and os.path.lexists(place.parent / QUANT_CONFIG):
+        told = read_json(inside(place.parent, QUANT_CONFIG), MOST_BYTES)
+        block, unread = _block(told, "quantization", place.parent / QUANT_CONFIG)
+        described = replace(described, block=block, unread=described.unread or unread)
+    # A config.json alone says how large a model is, and how its tensors are stored does not matter.
+    if described.unread is not None and path.suffix != ".json" and has_weights(path):
+        raise InputError([described.unread])
+    return described
 
 
 def described_by(config: ConfigJson, file: Path) -> Described:
-    """The model that the contents of a config.json describe. Raises InputError with every problem."""
+    """The model that the contents of a config.json describe. Raises InputError with every problem of the model."""
     kind = config.get("model_type")
     part = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if part is not None:
@@ -92,10 +98,10 @@ def described_by(config: ConfigJson, file: Path) -> Described:
     if family is None:
         raise InputError([f"{file}: model_type: {shown(kind)}{why_unsupported(str(kind), [*FAMILIES, *TEXT_PARTS])}"])
     is_mxfp4 = quantised_by(config) == "mxfp4" and _has_known_keys(config, file)
-    block = _block(config, _QUANTISED[0], file) if quantised_by(config) and not is_mxfp4 else None
+    block, unread = _block(config, _QUANTISED[0], file) if quantised_by(config) and not is_mxfp4 else (None, None)
     # What is read has another type.
-    config = {name: value for name, value in config.items() if not (is_mxfp4 or block) or name not in _QUANTISED}
-    keys = Keys(config, read={"model_type", *_QUANTISED})
+    config = {name: value for name, value in config.items() if name not in _QUANTISED}
+    keys = Keys(config, read={"model_type"})
     options = family.read(keys)
     # The layers behind the last one, which predict further tokens.
     num_behind = min(int(keys.either("num_nextn_predict_layers", "num_mtp_layers", 0)), MOST_LAYERS)
@@ -114,17 +120,16 @@ def described_by(config: ConfigJson, file: Path) -> Described:
         others=(*others, *(f"model.layers.{n}." for n in behind)),
         block=block,
         is_mxfp4=is_mxfp4,
+        unread=unread,
     )
 
 
-def _block(config: ConfigJson, key: str, file: Path) -> tuple[int, int]:
-    """The blocks of quantised tensors, of which a key says more. Raises InputError for those that cannot be read."""
+def _block(config: ConfigJson, key: str, file: Path) -> tuple[tuple[int, int] | None, str | None]:
+    """The blocks of quantised tensors, of which a key says more, or why they cannot be read. Raises InputError for keys of other blocks."""
     keys = Keys(config)
     block = _in_eight_bits(keys.group(key)) if isinstance(config.get(key), Mapping) else None
     keys.finish(file)
-    if block is None:
-        raise InputError([f"{file}: {quantised(quantised_by(config) or 'modelopt')}"])
-    return block
+    return block, None if block else f"{file}: {quantised(quantised_by(config) or 'modelopt')}"
 
 
 def _has_known_keys(config: ConfigJson, file: Path) -> bool:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import re
 from pathlib import Path
 
 import jax
@@ -123,20 +122,10 @@ def test_the_export_is_not_in_four_bits(tmp_path):
     assert not described_by(form.config, Path("config.json")).is_mxfp4
 
 
-@pytest.mark.parametrize(
-    ("told", "problem"),
-    [
-        ({**TOLD, "zero_points": True}, "quantization_config: zero_points: true: jgt does not know this key"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "the tensors are quantised (bitsandbytes). Take the model that they were"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "the tensors are quantised (modelopt, NVFP4)"),
-    ],
-    ids=str,
-)
-def test_another_method_is_refused_in_one_line(told, problem):
+def test_another_key_of_the_method_is_refused():
     config = json.loads((GOLDENS / "gpt_oss" / "config.json").read_text())
-    with pytest.raises(jgt.InputError, match=re.escape(problem)) as caught:
-        described_by({**config, "quantization_config": told}, Path("config.json"))
-    assert len(caught.value.problems) == 1
+    with pytest.raises(jgt.InputError, match="quantization_config: zero_points: true: jgt does not know this key"):
+        described_by({**config, "quantization_config": {**TOLD, "zero_points": True}}, Path("config.json"))
 
 
 def changed(name, change):
