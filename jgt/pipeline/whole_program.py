@@ -54,14 +54,19 @@ _REPEATED = "To run the same layers again, scan once over their stack repeated: 
 
 
 def layer_scan(flat: Flat, signal: str) -> int:
-    """The index of the scan under a signal. Raises SplitError if there is none, or not exactly one."""
+    """The index of the longest scan under a signal. Raises SplitError if there is none, or several.
+
+    Shorter ones are layers of another kind, such as the first ones of a mixture of experts, and run with the embedding or the head.
+    """
     scans = [(i, place_of(e, Place()).path) for i, e in enumerate(flat.eqns) if is_scan(e)]
-    found = [i for i, path in scans if path == signal]
+    lengths = {i: flat.eqns[i].params["length"] for i, path in scans if path == signal}
+    found = [i for i, length in lengths.items() if length == max(lengths.values())]
     if len(found) == 1:
         return found[0]
     if len(found) > 1:
         raise SplitError(
-            f"the signal {signal!r} contains {len(found)} scans, but a pipeline runs one. Give each scan a signal of its own. {_REPEATED}"
+            f"the signal {signal!r} contains {len(found)} scans of {lengths[found[0]]} layers, but a pipeline runs one. "
+            f"Give each scan a signal of its own. {_REPEATED}"
         )
     if any(_scans(p, signal, e) for e in flat.eqns for p in subprograms(e)):
         raise SplitError(f"the layer scan under {signal!r} is in a loop or a branch, but a pipeline runs it once. {_REPEATED}")

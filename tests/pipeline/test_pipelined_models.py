@@ -143,6 +143,20 @@ def test_layers_in_reverse(num_layers, options):
     assert_exact(reversed_, mesh_of(**SIZES), **options)
 
 
+def around_others(params, batch):
+    """Layers between shorter stacks under the same signal."""
+    x = run_layers({"layers": params["first"]}, embed(params, batch))
+    x = run_layers(params, x)
+    return loss_of(params, run_layers({"layers": params["last"]}, x), batch)
+
+
+@pytest.mark.slow
+def test_shorter_stacks_run_with_the_embedding_and_the_head():
+    stack = make_params(2)["layers"]
+    params = make_params() | {"first": stack, "last": jax.tree.map(lambda x: x[:1], stack)}
+    assert_trained(case(around_others, params), mesh_of(**SIZES), schedule="zb")
+
+
 def layers_twice(params, batch):
     stack = jax.tree.map(lambda a: jnp.concatenate([a, a]), params["layers"])
     return loss_of(params, run_layers(params | {"layers": stack}, embed(params, batch)), batch)

@@ -113,7 +113,7 @@ def times_rows(params, batch):
     ("loss", "message"),
     [
         (times_rows, "cannot be added up from microbatches: it grows like the batch to the power of 2"),
-        (two_scans, r"the signal 'layers' contains 2 scans.*jax.tree.map\(lambda a: jnp.concatenate\(\[a, a\]\), stack\)"),
+        (two_scans, r"the signal 'layers' contains 2 scans of 4 layers.*jax.tree.map\(lambda a: jnp.concatenate\(\[a, a\]\), stack\)"),
         (in_a_loop, "the layer scan under 'layers' is in a loop or a branch.* scan once over their stack repeated"),
         (without_layers, "no result of the function depends on its layers"),
     ],

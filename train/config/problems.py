@@ -80,11 +80,14 @@ def _early_problems(run: Run) -> Iterator[str]:
 
 
 def _stack_problems(run: Run) -> Iterator[str]:
-    """A pipeline of a model whose first layers are another stack."""
+    """A pipeline of a model that has more layers before those of its pipeline than in it."""
     model = run.config.model
-    if run.pipeline is not None and isinstance(model, ModelConfig) and model.experts is not None and model.experts.first_dense:
-        node, dense = run.root.find("model.experts.first_dense"), model.experts.first_dense
-        yield node.problem(f"{dense} dense layers are a stack of their own, but a pipeline has one stack of layers. Use first_dense: 0")
+    if run.pipeline is None or not isinstance(model, ModelConfig) or model.experts is None:
+        return
+    dense, others = model.experts.first_dense, model.layers - model.experts.first_dense
+    if dense >= others:
+        why = f"a pipeline runs the longest stack of layers, but {dense} of {model.layers} layers are dense"
+        yield run.root.find("model.experts.first_dense").problem(f"{why}. Use {max(model.layers - 1, 0) // 2} at most")
 
 
 def _bucket_problems(run: Run) -> Iterator[str]:

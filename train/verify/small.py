@@ -140,9 +140,11 @@ def _model(run: Run, unit: int, stages: int) -> dict[str, object]:
     virtual = 1 if run.pipeline is None else run.pipeline.virtual or 2
     chunks = stages * virtual
     heads = unit * min(config.heads // kv_heads, 4)
+    first = 0 if config.experts is None else config.experts.first_dense
+    dense = min(first, 1)
     new: dict[str, object] = {
         # Chunks of equal length stay so, others do not become so.
-        "model.layers": max(chunks, 2) + bool(run.pipeline is not None and config.layers % run.mesh.get(run.pipeline.axis, 1)),
+        "model.layers": dense + max(chunks, 2) + bool((config.layers - first) % stages),
         "model.embed": heads * _HEAD,
         "model.heads": heads,
         "model.kv_heads": unit if config.kv_heads is not None else None,
@@ -160,5 +162,5 @@ def _model(run: Run, unit: int, stages: int) -> dict[str, object]:
     if config.experts is not None:
         new["model.experts.count"] = min(config.experts.count, _MOST_EXPERTS)
         new["model.experts.ffn"] = unit * _HEAD
-        new["model.experts.first_dense"] = min(config.experts.first_dense, 1)
+        new["model.experts.first_dense"] = dense
     return new

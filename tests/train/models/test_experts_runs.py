@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+import jgt
 from train.models.experts.balance import EXPERT_LOAD
 from train.run.train import train
 from train.setup import prepare
@@ -144,3 +145,40 @@ def test_a_run_continues_where_experts_are_on_other_devices(before, after, tiny,
     np.testing.assert_allclose(continued, losses, rtol=1e-6)
     # A bias that was lost would send tokens elsewhere.
     assert loads_there == loads
+
+
+LATENT = "model.latent={rank: 20, query_rank: 24, rope_dim: 4, value_dim: 12}"
+DENSE = "model.experts={count: 4, choose: 2, ffn: 16, shared: 1, score: sigmoid, first_dense: 2}"
+STAGES = ("rules=jgt:pipeline", "mesh={data: 1, fsdp: 1, stage: 2, tensor: 2}")
+
+
+def differentiated(run):
+    """The loss of a batch, its gradient and the loads of experts, in the model's shapes."""
+    setup = prepare(run, devices=jax.devices()[: 4 if run.pipeline else 1])
+    state = setup.init()
+    params, frozen = setup.trained.split(state.params)
+
+    def step(params, frozen, variables, batch):
+        (loss, part), gradient, _ = setup.gradients.differentiate(setup.objective.beside(frozen), params, variables, batch)
+        return loss, setup.storage.left(gradient), part.variables["layers"]["moe"]["load"]
+
+    return jax.device_get(jax.jit(step)(params, frozen, state.variables, batch_of(setup)))
+
+
+@pytest.mark.slow
+def test_dense_layers_run_before_those_of_a_pipeline(tiny):
+    keys = (LATENT, DENSE, "model.heads=4", "model.kv_heads=null", "model.head_dim=12", "model.layers=6")
+    loss, gradient, load = differentiated(tiny(*keys, "mesh={data: 1}", "rules=null"))
+    for schedule in ("1f1b", "interleaved", "zb"):
+        found = differentiated(tiny(*keys, *STAGES, f"pipeline={{signal: layers, microbatches: 4, schedule: {schedule}}}"))
+        assert found[0] == pytest.approx(loss, rel=1e-6)
+        np.testing.assert_array_equal(found[2], load)
+        far = jax.tree.map(lambda x, wanted: np.abs(x - wanted).max() / np.abs(wanted).max(), found[1], gradient)
+        assert max(jax.tree.leaves(far)) < 1e-5, schedule
+
+
+def test_a_pipeline_runs_the_longest_stack(tiny):
+    with pytest.raises(
+        jgt.InputError, match="first_dense: a pipeline runs the longest stack of layers, but 2 of 4 layers are dense. Use 1"
+    ):
+        tiny(DENSE, "model.layers=4", *STAGES, "pipeline={signal: layers, microbatches: 4}")
