@@ -408,6 +408,7 @@ OWNERS = [
     # A tick that repeats is a Worker. These wait for news or for rows, or do one thing and end.
     ("threading.Thread", "files/worker.py", "files/lease.py", "files/mirror.py", "files/streams.py", "records/services.py"),
     ("threading.Thread", "files/worker.py", "run/hooks/alerts.py", "verify/child.py", "verify/limits.py", "commands/serve/engine.py"),
+    ("threading.Thread", "files/worker.py", "watch/exporter/endpoint.py"),
     ("threading.Thread", "files/worker.py", "processes/peers.py", "processes/processes.py", "processes/watch.py"),
     # Folders, and files that are put aside.
     (".rename(x)", "files/disk.py", "files/cache.py", "checkpoint/steps.py", "evaluate/answers.py", "export/exports.py"),

@@ -66,6 +66,7 @@ _OWN = {
     "train": Command(purpose=_RUN, place=".__main__", in_process="run_process", outlives_reader=True),
     "launch": Command(purpose=_LAUNCH, place=".launch.__main__", outlives_reader=True),
     "top": Command(purpose="watch the processes of a run", place=".watch.top.__main__"),
+    "metrics": Command(purpose="show the numbers of runs for Prometheus: once, in a file or at a port", place=".watch.exporter.__main__"),
     "report": Command(purpose="show where a run's wall time went", place=".watch.__main__"),
     "trace": Command(purpose="write the whole of a run as a timeline, for Perfetto", place=".watch.__main__:trace"),
     "plot": Command(purpose="draw metrics of runs, as a PNG or in the terminal", place=".watch.__main__:plot"),

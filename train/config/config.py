@@ -17,7 +17,7 @@ from ..settings.code.files import Code
 from ..settings.code.names import is_name
 from ..settings.packages import LoggerName
 from ..settings.sampling import EvalConfig, GenerateConfig, SampleConfig
-from ..settings.sections import OTHER_WORDS, AlertsConfig, DebugConfig, DevicesConfig, HookConfig, RunConfig, XlaConfig
+from ..settings.sections import OTHER_WORDS, AlertsConfig, DebugConfig, DevicesConfig, HookConfig, MetricsConfig, RunConfig, XlaConfig
 from ..settings.training import TrainConfig
 from ..step.config import OptimizerConfig, OwnOptimizer
 from ..step.sync.config import SyncConfig
@@ -56,6 +56,7 @@ class Config:
     log: tuple[LoggerName, ...] | None = None
     hooks: dict[str, HookConfig] = field(default_factory=dict[str, HookConfig])
     alerts: AlertsConfig | None = None
+    metrics: MetricsConfig | None = None
     debug: DebugConfig = field(default_factory=DebugConfig)
     budget: Node | None = None
 

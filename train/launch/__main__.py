@@ -19,6 +19,7 @@ from ..__main__ import parser as train_parser
 from ..config import Run
 from ..files.ends import EndError, Exit
 from ..files.streams import discard_unwritten, say_lines
+from ..run.folder import metrics_port
 from ..settings.command_line import seconds, whole_number
 from .group import environments, report
 from .supervisor import Launcher, Policy, supervise
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = _check(arguments, options)
         policy = Policy(processes=options.processes, restarts=options.restarts, min_processes=options.min_processes or options.processes)
         launcher = Launcher(arguments, run, grace_seconds=options.grace, fewer=policy.min_processes < policy.processes)
-        with launcher:
+        with metrics_port(run, None), launcher:
             return supervise(policy, launcher, report)
     except InputError as error:
         say_lines(error.problems)

@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from jgt.planner import Budget, Target
 
     from ..config import Run
+    from .cost import Cost
     from .search.plans import PlanFigures, RunFile
     from .sync import Exchange, SyncPolicy
 
@@ -40,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         request = read_request(arguments)
         from jgt.planner import Report
 
+        from .cost import costs_of
         from .make import make_exchange, make_plan, use_devices
 
         locked = None if arguments.check is None else Report.read_lock(Path(arguments.check))
@@ -55,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _compare_policies(arguments, request)
         plans = [make_plan(run, request.target, price=request.price) for run in request.runs]
         exchange = make_exchange(request.runs[0], request.target) if len(request.runs) == 1 else None
+        is_priced = len(plans) == 1 and (request.price is not None or request.tokens is not None)
+        costs = costs_of(request.runs[0], plans[0], request.tokens) if is_priced else []
     except InputError as error:
         print("\n".join(error.problems), file=sys.stderr)
         return 2
@@ -63,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if len(plans) == 2:
         return _compare(arguments, plans)
-    return _report(arguments, plans[0], exchange, request.runs[0].budget, locked)
+    return _report(arguments, plans[0], exchange, costs, request.runs[0].budget, locked)
 
 
 def auto(run: Run, arguments: argparse.Namespace, num_processes: int, say: Callable[[str], None]) -> Run:
@@ -80,11 +85,13 @@ def _answer(file: RunFile, target: Target) -> PlanFigures:
     return make.answer(file, target)
 
 
-def _report(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None, budget: Budget, locked: str | None) -> int:
+def _report(
+    arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None, costs: Sequence[Cost], budget: Budget, locked: str | None
+) -> int:
     """Writes a plan where the options say, and compares it with the budget and the lock. Returns the exit code."""
     from jgt.planner import Report
 
-    _show(arguments, plan, exchange)
+    _show(arguments, plan, exchange, costs)
     # The lock is compared even if the budget is exceeded: one run of the command shows everything.
     problems, report = budget.overruns(plan), Report(plan)
     writers = {arguments.html: report.write_page, arguments.lock: lambda new: new.write_text(report.lock, encoding="utf-8")}
@@ -106,9 +113,10 @@ def _report(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None
     return 1 if problems else 0
 
 
-def _show(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None) -> None:
+def _show(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None, costs: Sequence[Cost]) -> None:
     if arguments.json:
-        print(json.dumps(plan.to_json() | ({} if exchange is None else {"exchange": exchange.to_json()}), indent=1))
+        more = {"exchange": exchange and exchange.to_json(), "costs": [asdict(cost) for cost in costs]}
+        print(json.dumps(plan.to_json() | {name: value for name, value in more.items() if value}, indent=1))
         return
     from jgt.planner import Report
 
@@ -117,6 +125,10 @@ def _show(arguments: argparse.Namespace, plan: Plan, exchange: Exchange | None) 
         from .sync import print_exchange
 
         print_exchange(plan, exchange)
+    if costs:
+        from .cost import print_costs
+
+        print_costs(costs)
 
 
 def _generation(arguments: argparse.Namespace, request: Request, texts: Texts) -> int:

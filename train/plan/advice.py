@@ -6,6 +6,7 @@ the bytes. These are estimates: a plan of the changed run has the answer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from jgt.planner import Workload
 
 _WORTHWHILE = 0.01
 """Advice that saves less than this share of the step is left out."""
+_MOSTLY = 0.5
+"""The share of launches from which on a step is mostly launches."""
 _MAX_ADVICE, _MAX_PARTS = 5, 64
 """The most pieces of advice, and the most parts of a batch that one asks for."""
 
@@ -62,7 +65,18 @@ class Adviser:
         kinds = [self._recompute(), self._precision(), self._gradients(), self._attention()]
         kinds += [self._parts_of_batch(), self._overlap()] if self.plan.schedule is None else [self._bubble()]
         useful = [a for advice in kinds for a in advice if a.saves_ms > _WORTHWHILE * step_ms]
-        return tuple(sorted(useful, key=lambda a: -a.saves_ms)[:_MAX_ADVICE])
+        return (*self._too_small(step_ms), *sorted(useful, key=lambda a: -a.saves_ms)[:_MAX_ADVICE])
+
+    def _too_small(self, step_ms: float) -> Iterator[Advice]:
+        """More devices share the work of kernels, but each launches all of them."""
+        launches, waits = self.plan.parts_ms.get("launch", 0.0), sum(self.plan.exposed_ms.values())
+        many = math.prod(self.plan.mesh.values())
+        alone = launches + many * (step_ms - launches - waits)
+        if self.is_gpu and many > 1 and launches > _MOSTLY * step_ms:
+            times = [amount(ms / 1e3, "s") for ms in (alone, step_ms)]
+            why = f"the model is too small for {many} devices: {launches / step_ms:.0%} of the step are launches of kernels"
+            text = f"{why}. One device takes about {times[0]} instead of {times[1]}, for 1/{many} of the price of an hour"
+            yield self._saving("mesh", text, ms=max(0.0, step_ms - alone))
 
     def _value(self, key: str) -> object:
         return self.settings[key].value if key in self.settings else None

@@ -20,6 +20,7 @@ from jgt.planner import Target
 from ..config import Config, Run, load
 from ..run.folder import CONFIG
 from ..settings.command_line import RunParser, seconds, whole_number
+from .offers import parse_tokens
 from .search.plans import RunFile
 
 _BETWEEN = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")
@@ -27,10 +28,10 @@ _BETWEEN = re.compile(r"\s+(?=[A-Za-z_][\w.]*=)")
 
 _SECONDS, _TOP = 300, 6
 """The defaults of a search."""
-_OF_A_SEARCH = "targets", "tokens", "deadline", "write", "picture"
-_OTHERWISE = ". A plan of one layout has the tokens/s, and with --price FILE the dollars of a million tokens and of 1,000 steps"
+_OF_A_SEARCH = "targets", "deadline", "write", "picture"
+_OTHERWISE = ". A plan of one layout has the tokens/s, and with --price FILE or --tokens N what a run costs"
 _OF_GENERATION = "batch", "length", "prompt_length"
-_OF_A_STEP = "sync", "diff", "html", "lock", "check"
+_OF_A_STEP = "sync", "diff", "html", "lock", "check", "tokens"
 """Options that are about a training step."""
 
 
@@ -50,6 +51,8 @@ def parser() -> RunParser:
     figure = "change a figure of the chip, such as nic_gbs=25; repeatable"
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=figure)
     parser.add_argument("--price", metavar="FILE", help="a YAML file with dollars for an hour of one GPU, such as h100: 2.5")
+    tokens = "the tokens to train on, such as 15T: hours or days, and with --price dollars"
+    parser.add_argument("--tokens", metavar="N", help=tokens)
     parser.add_argument("--devices", type=whole_number(), metavar="N", help="plan for N CPU devices; default: the number in the run's file")
     parser.add_argument("--json", action="store_true", help="print the plan as one JSON object instead of tables")
     parser.add_argument("--html", metavar="FILE", help="write the plan as an HTML page")
@@ -80,7 +83,6 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--picture", metavar="FILE", help="draw all layouts by time and memory as a PNG; needs matplotlib (extra plot)")
     group.add_argument("--no-cache", action="store_true", help="plan again what earlier searches have planned")
     group.add_argument("--targets", metavar="A,B", help="search on each of these targets, and compare what they cost")
-    group.add_argument("--tokens", metavar="N", help="the tokens to train on, such as 15T: days, and with --price dollars")
     group.add_argument(
         "--deadline", type=float, metavar="DAYS", help="with --tokens: the number of GPUs that finishes within this many days"
     )
@@ -109,7 +111,7 @@ class Texts:
 class Request:
     """target: None for CPU devices. files, runs: the one to plan, or the two to compare. price: dollars for an hour of one device.
 
-    texts: what to generate; None for a plan of training.
+    tokens: those to train on, if they are asked for. texts: what to generate; None for a plan of training.
     """
 
     target: Target | None
@@ -117,23 +119,19 @@ class Request:
     runs: tuple[Run, ...]
     price: float | None
     texts: Texts | None = None
+    tokens: float | None = None
 
 
 def read_request(arguments: argparse.Namespace) -> Request:
     """Reads the arguments. Raises InputError with all problems."""
     problems: list[str] = []
-    target, price = None, None
+    target = None
     # Options of a search that would be without effect.
     problems += [f"command line: {flag} needs --search{_OTHERWISE}" for flag in _given(arguments, _OF_A_SEARCH)]
     problems += [] if arguments.generate else [f"command line: {flag} needs --generate" for flag in _given(arguments, _OF_GENERATION)]
     with InputError.collect(problems):
         target = None if arguments.target is None else Target.parse(arguments.target, arguments.chip, arguments.set)
-    if arguments.target is None:
-        given = {"--chip": arguments.chip, "--set": arguments.set, "--price": arguments.price}
-        problems += [f"{name} is about the GPUs of a target. Add --target CHIP:HOSTSxGPUS" for name, value in given.items() if value]
-    elif arguments.price is not None and target is not None:
-        with InputError.collect(problems):
-            price = Target.read_prices(arguments.price, [target])[target.chip_name]
+    price, tokens = _costs(arguments, target, problems)
     if arguments.config is None and arguments.diff is None:
         problems.append("command line: a run's file is missing. Write jgt plan run.yaml")
         raise InputError(problems)
@@ -141,7 +139,7 @@ def read_request(arguments: argparse.Namespace) -> Request:
         return _generating(arguments, target, price, problems)
     files = [RunFile.of(arguments)]
     if arguments.diff is not None:
-        alone = [name for name in ("html", "lock", "check") if getattr(arguments, name) is not None]
+        alone = [name for name in ("html", "lock", "check", "tokens") if getattr(arguments, name) is not None]
         problems += [f"--{name} is for a single plan and cannot be combined with --diff" for name in alone]
         files = []
         with InputError.collect(problems):
@@ -159,7 +157,22 @@ def read_request(arguments: argparse.Namespace) -> Request:
     if problems:
         # Both sides of a comparison may have the same problem.
         raise InputError(list(dict.fromkeys(problems)))
-    return Request(target=target, files=tuple(files), runs=tuple(runs), price=price)
+    return Request(target=target, files=tuple(files), runs=tuple(runs), price=price, tokens=tokens)
+
+
+def _costs(arguments: argparse.Namespace, target: Target | None, problems: list[str]) -> tuple[float | None, float | None]:
+    """The dollars for an hour of one device, and the tokens to train on, if they are asked for. Appends to the problems."""
+    price, tokens = None, None
+    if arguments.target is None:
+        given = {"--chip": arguments.chip, "--set": arguments.set, "--price": arguments.price, "--tokens": arguments.tokens}
+        problems += [f"{name} is about the GPUs of a target. Add --target CHIP:HOSTSxGPUS" for name, value in given.items() if value]
+    elif arguments.price is not None and target is not None:
+        with InputError.collect(problems):
+            price = Target.read_prices(arguments.price, [target])[target.chip_name]
+    if arguments.tokens is not None:
+        with InputError.collect(problems):
+            tokens = parse_tokens(arguments.tokens)
+    return price, tokens
 
 
 def _given(arguments: argparse.Namespace, names: Sequence[str]) -> list[str]:

@@ -113,6 +113,7 @@ class Progress:
         self._figures |= {"total": self._total, "finished": done}
         self._last: StepResult | None = None
         self.earlier: Mapping[str, float | None] = {}
+        self._logged: Mapping[str, object] = {}
         self._epoch_samples, self._tokens = epoch_samples, tokens_per_sample(setup.batch_shapes)
         model, peak = self._config.model, peak_flops(jax.devices()[0].device_kind)
         self._flops = None if self._tokens is None else self._tokens * model.flops_per_token(setup.num_parameters, setup.num_frozen)
@@ -177,6 +178,7 @@ class Progress:
         if done.step % self._config.train.log_every == 0 or done.step == total:
             row = self._row(done, self._clock.lap(done.step, finished.at, finished.late))
             self._records.metrics(done.step, row)
+            self._logged = row
             if EXPERT_LOAD in done.metrics and (done.step % self._loads_every == 0 or done.step == total):
                 self._records.loads(done.step, done.metrics[EXPERT_LOAD].tolist())
             self._screen.step(done.step, total, row | {"eta_s": self._countdown.seconds_left(done.step, total)})
@@ -184,9 +186,9 @@ class Progress:
         self._guard.check(done)
 
     @property
-    def metrics(self) -> dict[str, float | None]:
-        """The metrics of the last finished step by name; before the first one of this start, `earlier`."""
-        return {**self.earlier} if self._last is None else _metrics_of(self._last)
+    def metrics(self) -> dict[str, object]:
+        """The metrics of the last finished step by name, with speed and memory of the last logged one; before the first, `earlier`."""
+        return {**self.earlier} if self._last is None else {**self._logged, **_metrics_of(self._last)}
 
     def _row(self, done: StepResult, seconds: float | None) -> dict[str, object]:
         """The metrics of a logged step. seconds: per step, or None if not known."""

@@ -19,9 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from jgt import find_command
 from jgt.document import InputError, path_problem
 
 from ..checkpoint.steps import remove
+from ..config import Run
 from ..files.bucket import Bucket
 from ..files.disk import kind
 from ..files.ends import InUseError
@@ -30,6 +32,7 @@ from ..files.locks import lock
 from ..files.mirror import NOT_COPIED, Mirror, adopt_spool, fill_spool, spool_of
 from ..records.step_range import PROFILE
 from ..settings.code.files import COPY
+from ..settings.command_line import LAUNCHED
 from ..settings.sections import RunConfig
 from ..weights.origin import ORIGIN
 
@@ -223,3 +226,14 @@ def _entry_problems(entry: Path) -> Iterator[str]:
     elif actual == stat.S_IFDIR and entry.name not in _NOT_SEARCHED:
         others = (path for path in entry.rglob("*") if kind(path) not in (None, stat.S_IFREG, stat.S_IFDIR))
         yield from (f"{path} is neither a regular file nor a folder, {remedy}" for path in itertools.islice(others, _MOST_SHOWN))
+
+
+@contextlib.contextmanager
+def metrics_port(run: Run, process: int | None) -> Iterator[None]:
+    """Inside, a process answers at the port of `metrics:`, or its launcher (None) in the place of all. Raises InputError if it is taken."""
+    config, command = run.config.metrics, find_command("metrics")
+    if config is None or command is None or (process is not None and LAUNCHED in os.environ):
+        yield
+        return
+    with command.load().endpoint(config, run.config.run.path, process, run.where("metrics.port")):
+        yield

@@ -42,7 +42,7 @@ from ..records.step_range import StepRange
 from ..records.summary import describe_data, describe_size, describe_start, describe_sync
 from ..setup import Setup
 from .faults import Faults
-from .folder import Lock, copied, hold_bucket, lock_folder, move_earlier_run
+from .folder import Lock, copied, hold_bucket, lock_folder, metrics_port, move_earlier_run
 from .history import begin_folder
 from .hooks import Alerts
 from .identity import Resume, fingerprints
@@ -118,6 +118,8 @@ def open_session(
         # Only the first process has a lock: it alone names and removes files that belong to all.
         with InputError.collect(problems):
             lock = None if process else _claim_folder(run, opened.data, resume, screen, closing)
+        with InputError.collect(problems):
+            closing.enter_context(metrics_port(run, process))
         # The others write into the directory only now, after an earlier run was moved out of it.
         agree_on_input(problems)
         mirror = closing.enter_context(copied(run.config.run, process, lock if isinstance(lock, Lease) else None))

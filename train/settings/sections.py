@@ -1,4 +1,4 @@
-"""Sections of a run's YAML: run, devices, xla, hooks, alerts and debug. Others stand beside their owner. Imports no JAX.
+"""Sections of a run's YAML: run, devices, xla, hooks, alerts, metrics and debug. Others stand beside their owner. Imports no JAX.
 
 One section is one frozen dataclass, and one field is one key; `jgt.document.bind` fills them from the file. Three things are
 checked in three places. A type or a `Bound` here rejects a single value. `problems()` rejects keys of one section that do not
@@ -217,6 +217,19 @@ class AlertsConfig:
     throughput: Fraction | None = 0.7
     disk: Fraction | None = 0.05
     progress: Fraction | None = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """The `metrics:` section: a port at which Prometheus reads the run while it trains.
+
+    port: the first process answers at `http://HOST:PORT/metrics`, and process I at PORT + I. Behind `jgt launch`, the launcher answers for
+    all processes at PORT.
+    host: the address to listen at. The default is this machine alone; `0.0.0.0` is all of its networks.
+    """
+
+    port: Annotated[int, Bound(low=1, high=65_535)]
+    host: str = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)

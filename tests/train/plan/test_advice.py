@@ -106,3 +106,14 @@ def test_rings_save_the_waiting_of_tensor_parallelism_that_matmuls_can_hide():
         one.text
         == "rules.yaml:7: overlap: tensor for layers/mlp runs its collectives beside its matmuls, which saves up to 5.0 ms (5% of the step)"
     )
+
+
+def test_a_model_that_is_too_small_for_its_devices_is_told_so():
+    """By hand: 62 ms of launches and 20 ms of waiting leave 18 ms of work on each of 8 devices, 206 ms on one, in two digits 210."""
+    step = Step(mesh={"data": 8}, parts_ms={"launch": 62.0, "matmul": 18.0}, exposed_ms={"data": 20.0})
+    (advice,) = (a for a in advise(step, {}, work=Workload()) if a.key == "mesh")
+    assert (
+        "too small for 8 devices: 62% of the step are launches of kernels. One device takes about 210 ms instead of 100 ms" in advice.text
+    )
+    assert not advise(Step(mesh={"data": 8}, parts_ms={"launch": 40.0}), {}, work=Workload())
+    assert not advise(Step(mesh={"data": 1}, parts_ms={"launch": 90.0}), {}, work=Workload())

@@ -155,9 +155,9 @@ def test_a_plain_search_is_not_a_choice():
 
 
 def test_options_of_a_search_are_refused_without_one(capsys):
-    assert main(["configs/llama-8b.yaml", "--target", "h100:1x8", "--tokens", "1T", "--write", "best.yaml"]) == 2
+    assert main(["configs/llama-8b.yaml", "--target", "h100:1x8", "--deadline", "3", "--write", "best.yaml"]) == 2
     text = capsys.readouterr().err
-    assert "--tokens needs --search" in text
+    assert "--deadline needs --search" in text
     assert "--write needs --search" in text
 
 

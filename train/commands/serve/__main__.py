@@ -11,6 +11,7 @@ from pathlib import Path
 from jgt import CommandParser
 from jgt.document import InputError
 
+from ...files.streams import say
 from ...settings.command_line import add_model, read_token, whole_number
 from ...settings.packages import is_installed
 
@@ -32,6 +33,7 @@ def parser() -> CommandParser:
     made.add_argument("--token-file", metavar="FILE", help="a file with the API key, which other users of the machine cannot see")
     queue = "the answers that may wait for a row; further ones are refused (64)"
     made.add_argument("--queue", type=whole_number(), default=64, metavar="N", help=queue)
+    made.add_argument("--quiet", action="store_true", help="print no line for each request")
     return made
 
 
@@ -54,6 +56,7 @@ def _serve(arguments: argparse.Namespace) -> None:
     from .app import Api
     from .engine import Engine
     from .server import Server, open_socket
+    from .traffic import Traffic
 
     with open_socket(arguments.host, arguments.port) as opened:
         loaded = load_writer(arguments.model, arguments.overrides, arguments.code)
@@ -71,7 +74,9 @@ def _serve(arguments: argparse.Namespace) -> None:
             finish_trial()
             print(line, flush=True)
 
-        api = Api(engine=engine, reader=reader, token=token, is_local=_is_local)
+        say(f"compiling the first programs of {name}; later starts find them in the cache", who="jgt serve")
+        traffic = Traffic(log=(lambda line: None) if arguments.quiet else Traffic.log)
+        api = Api(traffic=traffic, engine=engine, reader=reader, token=token, is_local=_is_local)
         Server(api.app(), engine, ready).serve_at(opened)
 
 

@@ -44,6 +44,13 @@ _NEUTRAL: Mapping[str, Sequence[object]] = {
     "suffix": ("",),
 }
 """Values that equal the default behaviour and are accepted. Any other but null would change an answer."""
+_TOOLS = "the model's text is not searched for calls. Describe the tools in a message, or serve the model of jgt export with vLLM"
+_REASONS: Mapping[str, str] = {
+    **dict.fromkeys(("tools", "functions", "tool_choice", "function_call"), _TOOLS),
+    "response_format": "nothing holds the text to JSON. Ask for it in a message, or serve the model of jgt export with vLLM",
+    **dict.fromkeys(("logprobs", "top_logprobs"), "answers are texts alone. jgt eval and loaded.logits have probabilities"),
+}
+"""Why keys that clients often send are refused, and what to do."""
 _MOST_STOPS, _MOST_STOP_CHARACTERS = 16, 256
 
 
@@ -138,7 +145,8 @@ def _problems(body: Mapping[str, object], is_chat: bool) -> Iterator[str]:
         # In Python, false is 0.
         same = (one == value and isinstance(one, bool) == isinstance(value, bool) for one in neutral.get(key, ()))
         if not (key in known or value is None or any(same)):
-            yield f"{shown(key, quotes=False)}: {shown(value)} is not supported. Leave it out"
+            why = f": {_REASONS[key]}" if key in _REASONS else ". Leave it out"
+            yield f"{shown(key, quotes=False)}: {shown(value)} is not supported{why}"
     if not isinstance(body.get("stream"), bool | None):
         yield f"stream: must be true or false, not {shown(body['stream'])}"
     if not isinstance(body.get("seed"), int | None) or isinstance(body.get("seed"), bool):

@@ -1,6 +1,7 @@
 """OpenAI's API as an ASGI application: routes, who may use them, bodies within limits, and answers whole or as server-sent events.
 
     GET  /health                 whether the model answers
+    GET  /metrics                numbers for Prometheus
     GET  /v1/models              the model; also /v1/models/NAME
     POST /v1/completions         texts that continue prompts
     POST /v1/chat/completions    answers to chats
@@ -16,21 +17,23 @@ import functools
 import hmac
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jgt.document import InputError, shown
 
 from ...generate.writer import TextPiece
+from ...journal.openmetrics import CONTENT_TYPE, as_text
 from .api_request import ApiRequest, RequestReader, UnknownModelError
 from .engine import Engine, FullError, StoppedError, Ticket
 from .reply import Reply, error_of, event
+from .traffic import Traffic
 
 _BODY_SECONDS = 20
 """The time in which the body of a request must have arrived."""
@@ -44,13 +47,18 @@ class Api:
     reader: RequestReader
     token: bytes
     is_local: Callable[[str], bool]
+    traffic: Traffic = field(default_factory=Traffic)
 
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         """The ASGI application."""
+        return self.traffic.around(self._routes())
+
+    def _routes(self) -> Starlette:
         posts = {"/v1/completions": False, "/v1/chat/completions": True}
         return Starlette(
             routes=[
                 Route("/health", self._health),
+                Route("/metrics", self._metrics),
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._models),
                 *(Route(path, functools.partial(self._answer, is_chat), methods=["POST"]) for path, is_chat in posts.items()),
@@ -61,6 +69,10 @@ class Api:
     async def _health(self, _: Request) -> Response:
         is_well = self.engine.error is None
         return JSONResponse({"status": "ok" if is_well else "failed", "open": self.engine.num_open}, 200 if is_well else 500)
+
+    async def _metrics(self, request: Request) -> Response:
+        self._check(request)
+        return Response(as_text(self.traffic.families(self.engine.num_open, self.reader.name)), media_type=CONTENT_TYPE)
 
     async def _models(self, request: Request) -> Response:
         self._check(request)
@@ -99,7 +111,8 @@ class _Answer:
         self._pieces: asyncio.Queue[tuple[int, TextPiece | StoppedError]] = asyncio.Queue()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        loop = asyncio.get_running_loop()
+        loop, self._answered = asyncio.get_running_loop(), scope["answered"]
+        self._answered.prompt = self._api_request.prompt_tokens
 
         def deliver(index: int, piece: TextPiece | StoppedError) -> None:
             # At the end of the server, its loop may be gone.
@@ -125,6 +138,7 @@ class _Answer:
         if isinstance(piece, StoppedError):
             raise piece
         self._reply.add(index, piece)
+        self._answered.add()
         return index, piece
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:

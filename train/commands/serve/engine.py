@@ -8,6 +8,7 @@ those that are being answered.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,13 @@ class Engine:
         self._waiting, self._left = deque[Ticket](), list[Ticket]()
         self._answered: dict[TextRequest, Ticket] = {}
         self._is_stopped = False
+        self._busy_since: float | None = None
+
+    @property
+    def busy_s(self) -> float:
+        """The seconds since it began the token that it writes now; 0 between two."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     @property
     def num_open(self) -> int:
@@ -96,7 +104,10 @@ class Engine:
     def _run(self) -> None:
         try:
             while (joining := self._next()) is not None:
-                for piece in self._writer.write([ticket.request for ticket in joining]):
+                self._busy_since = time.monotonic()
+                pieces = self._writer.write([ticket.request for ticket in joining])
+                self._busy_since = None
+                for piece in pieces:
                     self._deliver(piece)
         except Exception as error:
             self.error = error

@@ -6,6 +6,7 @@ A completion and a chat differ in where a text is: `text`, or the `content` of a
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -81,6 +82,7 @@ def event(value: object) -> bytes:
 
 
 def error_of(message: str, status: int, code: str | None = None) -> dict[str, object]:
-    """The JSON of an error."""
+    """The JSON of an error. Its `param` is the key of the request that a message about one begins with."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    key = re.match(r"(\w+): ", message)
+    return {"error": {"message": message, "type": kind, "param": key and key[1], "code": code}}

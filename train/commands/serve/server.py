@@ -17,9 +17,12 @@ import uvicorn
 
 from jgt.document import InputError
 
+from ...files.streams import say
 from .engine import Engine
 
 _STALLED_SECONDS = 20.0
+_COMPILING_SECONDS = 2.0
+"""A token that takes so long compiles a program."""
 _MOST_CONNECTIONS = 512
 _BYTES_A_TURN = 8_192
 
@@ -53,6 +56,7 @@ class Server(uvicorn.Server):  # pyright: ignore[reportUntypedBaseClass]
         )
         self._engine, self._ready = engine, ready
         self._stalled: dict[Any, float] = {}
+        self._is_compiling = False
 
     def serve_at(self, opened: socket.socket) -> None:
         """Serves until a signal, or until the engine fails, whose error it raises."""
@@ -83,6 +87,10 @@ class Server(uvicorn.Server):  # pyright: ignore[reportUntypedBaseClass]
         """Called ten times a second; returns whether the server ends."""
         if counter % 10 == 0:
             self._close_stalled()
+        is_compiling = self._engine.busy_s > _COMPILING_SECONDS
+        if is_compiling and not self._is_compiling:
+            say("compiling a program for texts of a new length; all answers wait", who="jgt serve")
+        self._is_compiling = is_compiling
         return await super().on_tick(counter) or self._engine.error is not None
 
     def _close_stalled(self) -> None:

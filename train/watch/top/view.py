@@ -52,8 +52,9 @@ _SHOWN = (
 class RunView:
     """A run. members: its processes, the worst first. rows: the last rows of its metrics. events: its last events, oldest first.
 
-    goodput, starts, restarts_after, skipped: as in `train.journal.accounts`. lanes: by process, its last events. signals: the table of the
-    last profile; empty without one. restarting_s: the seconds until the launcher starts the processes again, if it is about to.
+    goodput, starts, restarts_after, skipped, causes: as in `train.journal.accounts`. lanes: by process, its last events. signals: the
+    table of the last profile; empty without one. restarting_s: the seconds until the launcher starts the processes again, if it is
+    about to.
     """
 
     name: str
@@ -68,6 +69,7 @@ class RunView:
     lanes: Mapping[int, Sequence[Event]]
     signals: Mapping[str, object] = field(default_factory=dict[str, object])
     restarting_s: float | None = None
+    causes: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def step(self) -> int:
@@ -169,6 +171,7 @@ class Watched:
             "starts": 0 if accounts is None else len(accounts.starts),
             "restarts_after": dict(Counter(clean(s.ended, 20) or NO_RECORD for s in accounts.starts[:-1])) if accounts else {},
             "skipped": sum(accounts.skipped.values()) if accounts else 0,
+            "causes": {cause: share.seconds for cause, share in accounts.causes.items()} if accounts else {},
             "events": tuple(event for event in events if event.phase in _SHOWN)[-100:],
         }
         self._accounts = (now, size, known)
