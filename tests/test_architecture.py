@@ -412,7 +412,7 @@ OWNERS = [
     ("threading.Thread", "files/worker.py", "processes/peers.py", "processes/processes.py", "processes/watch.py"),
     # Folders, and files that are put aside.
     (".rename(x)", "files/disk.py", "files/cache.py", "checkpoint/steps.py", "evaluate/answers.py", "export/exports.py"),
-    (".rename(x)", "files/disk.py", "run/folder.py", "run/history.py", "weights/origin.py", "weights/writing.py"),
+    (".rename(x)", "files/disk.py", "run/folder.py", "run/history.py", "weights/origin.py", "weights/writing.py", "records/profiler.py"),
 ]
 
 
