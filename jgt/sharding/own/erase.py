@@ -19,7 +19,7 @@ import jax.extend.linear_util as lu
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jgt.program import jaxpr as jx
@@ -202,10 +202,9 @@ def plain_type(aval: Any) -> Any:
 
 def _retyped(program: Program, **parts: Any) -> Program:
     """A program made of these constvars, invars, eqns and outvars, whose constants are on no mesh."""
-    new = jx.with_parts(program, **parts)
-    if jx.body(program) is program:
-        return new
-    return new.replace(consts=[plain_value(x) for x in jx.constants(program).values()])
+    new, constants = jx.with_parts(program, **parts), getattr(program, "consts", ())
+    # With new constvars, a program of jax 0.12 has lost the constants.
+    return ClosedJaxpr(jx.body(new), [plain_value(x) for x in constants]) if constants else new
 
 
 def _named(source: Atom, named: Var, name: str, like: Equation) -> Equation:
