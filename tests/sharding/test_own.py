@@ -317,3 +317,15 @@ def test_what_names_no_mesh_and_what_names_two_is_refused():
     two = {name: jax.device_put(x, NamedSharding(mesh, P())) for (name, x), mesh in zip(PARAMS.items(), (AUTO, OTHER, AUTO), strict=True)}
     with pytest.raises(jgt.InputError, match="names several meshes, data=2 x tensor=4 and rows=4 x columns=2"):
         jgt.rules_of(lambda params, x: x, two, X)
+
+
+def test_arrays_that_a_program_closes_over_stay():
+    scale, (params, ids) = jnp.arange(16.0), placed(AUTO)
+
+    def loss(params, ids):
+        h = jax.lax.with_sharding_constraint(params["table"][ids], NamedSharding(AUTO, P("data", "tensor")))
+        return jnp.sum(jax.checkpoint(lambda h: jnp.tanh(h * scale[None]))(h))
+
+    for fn in (loss, jax.jit(loss)):
+        found = jgt.rules_of(fn, params, ids)
+        equal(values(jgt.shard(fn, found.rules, AUTO), params, ids), values(loss, params, ids))
