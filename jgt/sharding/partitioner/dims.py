@@ -121,14 +121,6 @@ def _dims_of_scatter(op: ir.Operation) -> OperationDims:
     return OperationDims(arrays=tuple(range(len(of))), factors=whole, even=tuple(factor for factor in whole if factor[count] is not None))
 
 
-def _dims_of_slice(op: ir.Operation) -> OperationDims:
-    """XLA forgets a part of an operand whose sliced dim is split unevenly, if another operation reads it in another layout."""
-    into, out = type_shape(op.operands[0]), type_shape(op.results[0])
-    sliced = [d for d, size in enumerate(into) if out[d] != size]
-    factors = tuple((d, d) for d in range(len(into)) if d not in sliced)
-    return OperationDims(arrays=(0, 1), factors=factors, even=tuple((d, None) for d in sliced))
-
-
 READERS: dict[str, Callable[[ir.Operation], OperationDims]] = {
     "stablehlo.dot_general": _dims_of_dot,
     "stablehlo.convolution": _dims_of_convolution,
@@ -137,6 +129,5 @@ READERS: dict[str, Callable[[ir.Operation], OperationDims]] = {
     "stablehlo.pad": _dims_of_pad,
     "stablehlo.gather": _dims_of_gather,
     "stablehlo.scatter": _dims_of_scatter,
-    "stablehlo.slice": _dims_of_slice,
 }
 """The operations that may be computed wrongly, and the functions that read their dims."""

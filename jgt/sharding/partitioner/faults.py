@@ -3,9 +3,9 @@
 
 A matmul is wrong if a mesh axis has to move from one dim to another in a way that the partitioner orders wrongly; a window or a pad is
 wrong if it moves along a split dim; a gather of rows is wrong if an axis moves from the rows to the columns, or if the table's rows are
-split and the result's are split in another way than the indices. An array that is sliced along a dim that is split unevenly is wrong
-where something else reads it, and XLA dies of a scatter with such indices. docs/partitioner.md has the table of faults and how they were
-found. In the other layout, a mesh axis splits the same dim in all arrays of the operation: the partitioner then has nothing to rearrange.
+split and the result's are split in another way than the indices. XLA dies of a scatter whose indices are split unevenly.
+docs/partitioner.md has the table of faults and how they were found. In the other layout, a mesh axis splits the same dim in all arrays of
+the operation: the partitioner then has nothing to rearrange.
 """
 
 from __future__ import annotations

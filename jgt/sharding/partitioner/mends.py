@@ -22,6 +22,8 @@ from jgt.sharding.partitioner.barriers import (
     reshapes_repeated,
     reshapes_wrongly,
     shares_updates,
+    sliced_dims,
+    slices_nothing,
     updates_wrongly,
 )
 from jgt.sharding.partitioner.grid import Splits
@@ -112,6 +114,13 @@ _FORGET = Mend(
     is_wrong=reshapes_wrongly,
     apply=hold_operands,
 )
+_SLICE = Mend(
+    fault="takes the whole array for a slice of which each device has as many elements",
+    form="the operand behind a barrier",
+    concerns=lambda op: bool(sliced_dims(op)),
+    is_wrong=slices_nothing,
+    apply=hold_operands,
+)
 _NANS = {
     name: Mend(
         fault="loses NaNs where devices compare their maxima or minima",
@@ -125,11 +134,12 @@ _NANS = {
     for name, is_wrong in (("reduce", loses_nans), ("scatter", shares_updates))
 }
 _MENDS: dict[str, tuple[Mend, ...]] = {
-    "stablehlo.dynamic_slice": (_CLAMP,),
+    "stablehlo.dynamic_slice": (_CLAMP, _SLICE),
     "stablehlo.dynamic_update_slice": (_CLAMP, _COPY),
     "stablehlo.gather": (_CLAMP_INDICES, _CLAMP_ROWS),
     "stablehlo.reduce": (_NANS["reduce"],),
     "stablehlo.reshape": (_FORGET,),
     "stablehlo.broadcast_in_dim": (_FORGET,),
     "stablehlo.scatter": (_COPY, _HOLD, _NANS["scatter"]),
+    "stablehlo.slice": (_SLICE,),
 }
