@@ -34,6 +34,7 @@ from jgt.planner.hlo.text import Module
 from jgt.planner.options import compile_with
 from jgt.program.dataflow import live
 from jgt.program.jaxpr import Program
+from jgt.program.places import no_mesh_set
 from jgt.program.retarget import jit_call_of, meshes_in, replace_mesh
 from jgt.program.tracing import evaluate, trace
 from jgt.sharding.inputs import path_text
@@ -150,8 +151,9 @@ def compile_function(
     )
     jitted = _under_jit(replace_mesh(call.program, mesh), mesh, ins, outs, call.donated)
     options = {**(flags or {}), **(_WITHOUT_GPU if is_described else {})}
-    with _uncached(), avoided_faults() as avoided, captured_stderr() as lines:
-        lowered = jitted.lower(*jax.tree.leaves(shapes))
+    # The mesh that is set around names other devices than those of a target.
+    with no_mesh_set(), _uncached(), avoided_faults() as avoided, captured_stderr() as lines:
+        lowered = jitted.lower(*(_typed(x, s) for x, s in zip(jax.tree.leaves(shapes), ins, strict=True)))
         if is_described:
             keep_on_host(lowered, ins_on_host, outs_on_host)
         compiled, refused = compile_with(lowered, options)
@@ -217,8 +219,15 @@ def _target_of(mesh: Mesh) -> Target | None:
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    """The shape and type of an argument, which may be a plain number."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else jax.ShapeDtypeStruct((), jnp.result_type(x))
+    """The shape and type of an argument, which may be a plain number. On Explicit axes its layout is a part of the type."""
+    if not hasattr(x, "dtype"):
+        return jax.ShapeDtypeStruct((), jnp.result_type(x))
+    return _typed(x, _sharding(x))
+
+
+def _typed(x: Any, sharding: NamedSharding | None) -> jax.ShapeDtypeStruct:
+    is_typed = sharding is not None and sharding.mesh.abstract_mesh.explicit_axes
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if is_typed else None)
 
 
 def _plain_type(dtype: np.dtype) -> np.dtype:
@@ -250,7 +259,9 @@ def _mesh(shardings: Sequence[NamedSharding | None], program: Program, target: T
         # The function may have been sharded for described devices, or for real ones of the same chip.
         if concrete is not None and concrete.devices.flat[0].device_kind == target.chip.name:
             return concrete
-        return make_mesh(axes, devices=devices_of(target))
+        made = make_mesh(axes, devices=devices_of(target))
+        # Types of values name the kinds of the axes.
+        return made if concrete is None else Mesh(made.devices, made.axis_names, axis_types=concrete.axis_types)
     return make_mesh(axes, devices=_first_devices(count)) if concrete is None else concrete
 
 

@@ -329,3 +329,19 @@ def test_arrays_that_a_program_closes_over_stay():
     for fn in (loss, jax.jit(loss)):
         found = jgt.rules_of(fn, params, ids)
         equal(values(jgt.shard(fn, found.rules, AUTO), params, ids), values(loss, params, ids))
+
+
+def test_a_plan_of_an_explicit_program_is_of_the_program_itself_on_any_devices():
+    def loss(params, x):
+        hidden = jax.nn.relu(x @ params["up"][0])
+        return jnp.sum(jnp.einsum("bf,fe->be", hidden, params["down"][0], out_sharding=P("data", None)) ** 2)
+
+    with jax.set_mesh(EXPLICIT):
+        args = placed(EXPLICIT)[0], jax.device_put(np.ones((8, 16), np.float32), NamedSharding(EXPLICIT, P("data")))
+        gradient = jax.jit(jax.grad(loss))
+        text = gradient.lower(*args).compile().as_text()
+        plans = [jgt.plan(gradient, *args), jgt.plan(gradient, *args, target="h100:1x8")]
+    assert "all-reduce(" in text and "all-gather(" not in text
+    bytes_sent = [sorted((c.kind, c.total_bytes) for c in plan.collectives) for plan in plans]
+    assert bytes_sent[0] == bytes_sent[1]
+    assert {kind for kind, _ in bytes_sent[0]} == {"all-reduce"}
