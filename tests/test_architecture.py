@@ -401,7 +401,7 @@ OWNERS = [
     ("json.loads", "files/json_text.py", "checkpoint/manifest.py", "commands/evaluate.py", "data/own/shard.py", "export/form.py"),
     ("json.loads", "files/json_text.py", "data/chat/sandbox.py", "data/chat/template.py", "processes/processes.py"),
     # A line of a connection, whose reader refuses any error; and files of a run directory that the same start has just checked.
-    ("json.loads", "files/json_text.py", "processes/join.py", "run/history.py", "run/identity.py"),
+    ("json.loads", "files/json_text.py", "processes/join.py", "run/directory/history.py", "run/directory/identity.py"),
     ("fcntl.flock", "files/locks.py"),
     # A sealed file and encoded text have temporary names of their own: the file's may be as long as names can be, or is not known yet.
     (".replace(x)", "files/disk.py", "files/sealed.py", "data/encoded.py"),
@@ -412,7 +412,8 @@ OWNERS = [
     ("threading.Thread", "files/worker.py", "processes/peers.py", "processes/processes.py", "processes/watch.py"),
     # Folders, and files that are put aside.
     (".rename(x)", "files/disk.py", "files/cache.py", "checkpoint/steps.py", "evaluate/answers.py", "export/exports.py"),
-    (".rename(x)", "files/disk.py", "run/folder.py", "run/history.py", "weights/origin.py", "weights/writing.py", "records/profiler.py"),
+    (".rename(x)", "files/disk.py", "run/directory/folder.py", "run/directory/history.py", "weights/origin.py", "weights/writing.py"),
+    (".rename(x)", "files/disk.py", "records/profiler.py"),
 ]
 
 

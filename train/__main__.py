@@ -28,7 +28,7 @@ from .files.ends import EndError, Exit
 from .files.streams import discard_unwritten, say, say_lines
 from .processes.cluster import Cluster, cluster_problems, find_cluster, flag_problems
 from .records.step_range import read_step_range
-from .run.identity import Resume, check_places, read_resume
+from .run.directory.identity import Resume, check_places, read_resume
 from .settings.code.names import exits_are_failures
 from .settings.command_line import RunParser, join_seconds, read_token, whole_number
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from train.checkpoint import manifest
 from train.config import load
 from train.records.records import Records
-from train.run.history import begin_folder
-from train.run.identity import Resume, check_data, check_folder
+from train.run.directory.history import begin_folder
+from train.run.directory.identity import Resume, check_data, check_folder
 
 
 @fuzz(80)

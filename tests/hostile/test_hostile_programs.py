@@ -12,8 +12,8 @@ from jgt import document
 from train.config import load
 from train.config.schema import schemas
 from train.journal.status import ask
-from train.run.folder import place_problems
-from train.run.identity import Resume, check_places
+from train.run.directory.folder import place_problems
+from train.run.directory.identity import Resume, check_places
 from train.run.load import open_run_folder
 from train.settings.code.files import Code
 

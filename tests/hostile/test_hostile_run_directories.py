@@ -7,8 +7,8 @@ from jgt.document import InputError
 from train.config import load
 from train.records.records import Records
 from train.run import identity
-from train.run.history import begin_folder
-from train.run.identity import Resume, check_data, check_folder
+from train.run.directory.history import begin_folder
+from train.run.directory.identity import Resume, check_data, check_folder
 
 DIRECTORIES = table("run_directories")
 DAMAGED = table("damaged_files")

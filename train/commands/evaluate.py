@@ -26,8 +26,8 @@ from ..evaluate.text import evaluate_texts
 from ..files.streams import say
 from ..generate.loaded import Loaded
 from ..processes.compiled import programs_on_trial
+from ..run.directory.identity import Resume, check_data
 from ..run.hooks import held_out_means
-from ..run.identity import Resume, check_data
 from ..run.load import load_model
 from ..run.opened import opened_data
 from ..settings.command_line import add_model, whole_number

@@ -31,7 +31,7 @@ _MOST_SECONDS = 1e6
 
 
 class Lease:
-    """A lease that this process holds. seconds: its time. It fills the role of `train.run.folder.Lock`."""
+    """A lease that this process holds. seconds: its time. It fills the role of `train.run.directory.folder.Lock`."""
 
     def __init__(self, bucket: Bucket, seconds: float, spool: str):
         self._bucket, self._seconds = bucket, seconds

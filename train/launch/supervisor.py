@@ -32,7 +32,7 @@ from ..files.streams import say_lines
 from ..journal.sink import AppendedFile
 from ..journal.status import LAUNCHER, Status, events_file
 from ..journal.timeline import OTHER, Timeline
-from ..run.folder import LOGS, earlier_files, lock_folder
+from ..run.directory.folder import LOGS, earlier_files, lock_folder
 from .group import End, Group, environments, log_of, report
 
 _LAST_LINES, _LAST_BYTES = 20, 1 << 14

@@ -19,7 +19,7 @@ from jgt.planner import Target
 from ..config import Config, Run
 from ..files.disk import write_whole
 from ..files.json_text import read_object
-from ..run.folder import CHOICE
+from ..run.directory.folder import CHOICE
 from .make import answer
 from .search.plans import Plans, RunFile, in_process, plans_folder
 from .search.search import LayoutSearch, PlannedLayout

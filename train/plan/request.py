@@ -18,7 +18,7 @@ from jgt.document import InputError, path_problem, read
 from jgt.planner import Target
 
 from ..config import Config, Run, load
-from ..run.folder import CONFIG
+from ..run.directory.folder import CONFIG
 from ..settings.command_line import RunParser, seconds, whole_number
 from .offers import parse_tokens
 from .search.plans import RunFile

@@ -31,7 +31,7 @@ from ..settings.code.names import exits_are_failures
 from ..setup import Setup
 from ..setup.xla import configure_xla, open_devices
 from ..step.state import State
-from .identity import check_places, read_resume
+from .directory.identity import check_places, read_resume
 from .start import Position
 from .train import train
 

@@ -30,7 +30,7 @@ from ..verify.compare import is_verified
 from ..weights.described import Described
 from ..weights.load import open_files
 from ..weights.safetensors import has_weights
-from .identity import check_weights
+from .directory.identity import check_weights
 from .opened import evaluations_of, opened_data
 
 

@@ -46,8 +46,8 @@ from ..step.trained import merged
 from ..weights.adapters import common_section
 from ..weights.origin import ORIGIN
 from .api import listed, own_code, start_jax_here
-from .folder import CONFIG
-from .identity import check_saved_model
+from .directory.folder import CONFIG
+from .directory.identity import check_saved_model
 from .restored import restored_of_one, saved_params
 
 _PUBLISHED = "hf:"

@@ -64,7 +64,7 @@ class Loop:
         return self.num_steps if self.ended_at is None else self.ended_at
 
     def train(self, train_step: jax.stages.Compiled, exchanges: Exchanges | None, batches: Iterator[DeviceBatch]) -> None:
-        """Trains to the last step, or until a signal stops the run, and saves the state that it reached."""
+        """Trains to the last step, or until a signal stops the run, saves the state that it reached, and says so."""
         exchange = self._exchange(exchanges)
         try:
             self._steps(train_step, exchange, batches)
@@ -73,11 +73,17 @@ class Loop:
             raise
         self.session.check_lock()
         self.saves.finish(self.position)
+        self.session.screen.say(f"Checkpoint of step {self.position.step} in {self._config.run.checkpoints}")
 
     def train_nothing(self) -> None:
-        """Makes up for the evaluations of the last step, which is saved."""
+        """Makes up for the evaluations of the last step, which is saved, and says how to train further."""
         self._make_up()
         self.progress.end()
+        if self.ended_at is None:
+            step, epochs = self.position.step, self._config.train.epochs
+            longer = f"train.steps={step * 2}" if epochs is None else f"train.epochs={epochs * 2:g}"
+            more = f"To train further, raise {longer.partition('=')[0]}, for example {longer}"
+            self.session.screen.say(f"Already at step {step} of {self.num_steps}. {more}")
 
     def _steps(self, train_step: jax.stages.Compiled, exchange: _Exchange, batches: Iterator[DeviceBatch]) -> None:
         config, position, progress, saves = self._config.train, self.position, self.progress, self.saves

@@ -31,10 +31,10 @@ from ..setup.feed import eval_batch_of, local_rows
 from ..setup.fit import compiled_to_fit, with_remat
 from ..setup.program import Element
 from ..setup.published import base_shapes
-from .folder import CONFIG
+from .directory.folder import CONFIG
+from .directory.identity import Resume, check_data
 from .hooks import Evaluations, Hook, open_evaluations, open_hooks
 from .hooks.evaluator import TaskMetrics
-from .identity import Resume, check_data
 
 
 def opened_data(run: Run) -> Data:
@@ -49,7 +49,10 @@ def opened_data(run: Run) -> Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """The program and the data of a run, and what is called while it trains. reference: as in `Kept`."""
+    """The program and the data of a run, and what is called while it trains.
+
+    reference: as in `Kept`. ended_at: the step at which the run has ended early, if a start finds that it has.
+    """
 
     setup: Setup
     data: Data
@@ -57,6 +60,11 @@ class Opened:
     evaluations: Evaluations | None
     hooks: Sequence[Hook]
     reference: Mapping[str, object] | None = None
+    ended_at: int | None = None
+
+    def has_ended(self, step: int) -> bool:
+        """Whether a run whose newest checkpoint is of this step has ended, as far as its files can be read."""
+        return step >= self.setup.run.steps or (self.evaluations is not None and self.evaluations.begin(step))
 
 
 def open_all(run: Run, resume: Resume) -> Opened:

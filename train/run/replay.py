@@ -38,7 +38,7 @@ from ..setup import Setup
 from ..setup.feed import Feed
 from ..step.objective import mean_of_parts
 from ..step.state import State, Tree, digest_of_arrays
-from .identity import Resume
+from .directory.identity import Resume
 from .opened import open_run
 from .restored import restore_state
 from .start import Start

@@ -41,11 +41,11 @@ from ..records.records import Records, open_loggers
 from ..records.step_range import StepRange
 from ..records.summary import describe_data, describe_size, describe_start, describe_sync
 from ..setup import Setup
+from .directory.folder import Lock, copied, hold_bucket, lock_folder, metrics_port, move_earlier_run
+from .directory.history import begin_folder
+from .directory.identity import Resume, fingerprints
 from .faults import Faults
-from .folder import Lock, copied, hold_bucket, lock_folder, metrics_port, move_earlier_run
-from .history import begin_folder
 from .hooks import Alerts
-from .identity import Resume, fingerprints
 from .opened import Opened
 
 _COPY_SECONDS = 2.0
@@ -109,10 +109,10 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(
-    run: Run, opened: Opened, watch: Watch, resume: Resume, *, profiled: StepRange | None, begun: float | None, entered: float
+    opened: Opened, watch: Watch, resume: Resume, *, profiled: StepRange | None, begun: float | None, entered: float
 ) -> Iterator[Session]:
     """Holds the run directory, and opens everything that a start writes into it. begun, entered: as in `_record_start`."""
-    process, lock, problems = this_process(), None, list[str]()
+    run, process, lock, problems = opened.setup.run, this_process(), None, list[str]()
     screen = Screen(enabled=process == 0)
     with contextlib.ExitStack() as closing:
         # Only the first process has a lock: it alone names and removes files that belong to all.

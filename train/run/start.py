@@ -10,11 +10,8 @@ The invariant: all processes start from the same step (`train.checkpoint.saved` 
 
 from __future__ import annotations
 
-import contextlib
 import secrets
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,24 +27,19 @@ from ..checkpoint.listing import Base, Kept
 from ..checkpoint.restore import without_keys
 from ..checkpoint.saved import SavedStep, Search, UnusableError, search_elsewhere, stored_data
 from ..checkpoint.signature import read_key
-from ..evaluate.reference import SCORES, checksum, reference_of, with_reference
 from ..files.bucket import is_url, path_or_url
 from ..files.cache import local_folder
 from ..files.streams import say
 from ..models.config import ModelConfig
-from ..settings.formats import duration_text
-from ..settings.training import DPO
 from ..setup import Setup
 from ..setup.published import published_model
-from ..step.state import State, Tree, digest_of_arrays
+from ..step.state import State, Tree
 from ..step.trained import merged
 from ..weights.adapt.adapters import factors_of
 from ..weights.base import agreed, base_in, inherited_base, resumed_base
 from ..weights.safetensors import has_weights
-from .identity import Resume, check_adapters, check_model, check_origin
-from .opened import Opened
+from .directory.identity import Resume, check_adapters, check_model, check_origin
 from .restored import restore_state, restored_of_one, saved_params
-from .session import Session
 
 _Restored = TypeVar("_Restored")
 _QUICK_SECONDS = 5.0
@@ -205,53 +197,3 @@ class Start:
                 # Where the models differ, a list of all arrays that differ adds nothing.
                 check_model(setup.run, saved.manifest.fingerprints, saved.folder)
                 raise
-
-
-class Compiling:
-    """The step, compiled by a thread. Only XLA works there: the trace is finished when this is made."""
-
-    def __init__(self, setup: Setup, session: Session):
-        self._say, self._begun = session.screen.say, time.perf_counter()
-        with session.phase("trace"):
-            lowered = None if setup.compiled is not None else setup.lower_train_step()
-        pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compile")
-        try:
-            self._future = pool.submit(setup.compile_train_step, lowered)
-        finally:
-            pool.shutdown(wait=False)
-
-    def result(self) -> jax.stages.Compiled:
-        """The compiled step. Says when it takes long."""
-        if not wait([self._future], _QUICK_SECONDS).done:
-            self._say("Compiling the step ...")
-            self._future.result()
-            self._say(f"Compiled the step in {duration_text(time.perf_counter() - self._begun)}")
-        return self._future.result()
-
-
-def with_scored_pairs(opened: Opened, session: Session, *, has_begun: bool) -> Opened:
-    """The run, whose pairs of answers have their log-probabilities under the model before the first step; with `Kept.reference`.
-
-    Raises InputError if they have to be computed again, and the run would begin with another model now.
-    """
-    setup, data = opened.setup, opened.data
-    if setup.run.config.train.loss != DPO or not data.pairs:
-        return opened
-    # Silent: what the run begins with is said when it begins.
-    start = Start(setup, data.fingerprint, lambda name, **details: contextlib.nullcontext(), lambda line: None)
-    known, file = dict(reference_of(setup.run) if has_begun else {}), setup.run.config.run.path / SCORES
-
-    def first() -> State:
-        position = start.fresh()
-        state, was = position.state, {**known}
-        model = setup.model_params(setup.eval_params(state)), setup.eval_variables(state)
-        known.update(origin=position.origin, model=int(digest_of_arrays(model)))
-        if was.get("model", known["model"]) != known["model"]:
-            why = f"is lost or damaged, and {position.origin} has other parameters than {was.get('origin')} had when it was computed"
-            raise InputError([f"{file}: {why}. Put the file or those parameters back, or begin another run (run.name=...)"])
-        return state
-
-    with session.phase("eval", step=0, what="reference"):
-        session.watch.begin_unlimited("scoring pairs of answers with the model before the first step")
-        data = with_reference(setup, data, first, session.screen.say, has_begun=has_begun)
-    return replace(opened, data=data, reference={**known, "sha256": checksum(file)})

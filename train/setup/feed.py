@@ -46,7 +46,18 @@ class Feed:
     def __init__(self, data: Data, setup: Setup):
         self.data, self._shardings, self._element = data, setup.batch_shardings, setup.program.element
         self._batch, self._order = setup.run.config.train.batch, setup.row_order
-        self.eval_batch = eval_batch_of(data, setup)
+        self._is_of_whole_batches, self.eval_batch = setup.objective.is_of_whole_batches, eval_batch_of(data, setup)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences that tell a person about the data and how it is read."""
+        if count := self.data.eval_sequences:
+            if self.eval_batch != self._batch:
+                note = f"An evaluation reads {count} samples in batches of {self.eval_batch}, so that few are left out"
+                return (*self.data.notes, note)
+            if self._is_of_whole_batches:
+                return (*self.data.notes, "An evaluation reads whole batches only, because the loss compares their rows")
+        return tuple(self.data.notes)
 
     def train(self, samples: int) -> Iterator[DeviceBatch]:
         """Training batches without end, after the first `samples` sequences of the training data. Of a stream, returns when it is there."""

@@ -76,7 +76,7 @@ def inherited_base(saved: SavedStep, frozen: Any) -> Base | None:
 def open_base(base: Base, model: Any, shapes: Any, *, allow: Sequence[str] = ()) -> Files:
     """The files of a base, in the folder of `model.hf` or else where they were.
 
-    model: the model section. shapes: of all parameters of the model, by path or nested. allow: as in `train.run.identity.Resume`. Raises
+    model: the model section. shapes: of all parameters of the model, by path or nested. allow: as in `Resume` of a run. Raises
     InputError if the folder is missing or holds another model, and DiskError.
     """
     if not isinstance(model, ModelConfig):

@@ -20,7 +20,7 @@ from train.data.tokenizer import ByteTokenizer
 from train.generate.chat import Chat
 from train.models.config import ModelConfig
 from train.models.decoder import build
-from train.run.history import begin_folder
+from train.run.directory.history import begin_folder
 from train.run.train import train
 from train.step.loss import make_loss
 from train.weights.origin import keep_origin, origin_files

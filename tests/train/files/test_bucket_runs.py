@@ -29,7 +29,7 @@ from train.files.ends import InUseError
 from train.files.lease import Lease
 from train.files.mirror import Mirror, fetch_records, spool_of
 from train.records.console import Screen
-from train.run.identity import Resume, check_places, read_resume
+from train.run.directory.identity import Resume, check_places, read_resume
 from train.run.train import train
 from train.setup import prepare
 from train.watch.__main__ import compare, main, plot, trace

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jgt.document import InputError
-from train.run.identity import Resume
+from train.run.directory.identity import Resume
 from train.run.replay import ReplayedStep, judge, replay
 from train.run.train import train
 from train.setup import Setup

@@ -18,7 +18,7 @@ from train.launch import group as devices
 from train.launch import supervisor
 from train.launch.group import End, Group
 from train.launch.supervisor import Policy, supervise
-from train.run.folder import lock_folder
+from train.run.directory.folder import lock_folder
 
 
 class Played:

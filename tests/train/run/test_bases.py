@@ -13,7 +13,7 @@ from jgt.document import InputError
 from train.checkpoint.saved import find_checkpoint
 from train.commands.published import export
 from train.config import load
-from train.run.identity import read_resume
+from train.run.directory.identity import read_resume
 from train.run.train import train
 from train.weights.base import base_in, has_identity, identity
 from train.weights.safetensors import open_folder

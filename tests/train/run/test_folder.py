@@ -8,9 +8,9 @@ from jgt.document import InputError
 from train.checkpoint import manifest
 from train.config import load
 from train.files.ends import InUseError
-from train.run.folder import lock_folder, move_earlier_run
-from train.run.history import begin_folder
-from train.run.identity import Resume, check_data, check_folder, check_places, check_weights, read_resume
+from train.run.directory.folder import lock_folder, move_earlier_run
+from train.run.directory.history import begin_folder
+from train.run.directory.identity import Resume, check_data, check_folder, check_places, check_weights, read_resume
 
 FINGERPRINT = {"source": "text", "train_tokens": 100}
 

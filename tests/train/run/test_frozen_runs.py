@@ -14,7 +14,7 @@ import jgt
 from jgt import path_text
 from jgt.document import InputError
 from train.config import load
-from train.run.identity import check_places, read_resume
+from train.run.directory.identity import check_places, read_resume
 from train.run.start import Start
 from train.run.train import train
 from train.settings.code.files import read_code

@@ -9,7 +9,7 @@ import pytest
 
 from jgt import document
 from train.files.disk import write_whole
-from train.run.history import begin_folder, replace_config
+from train.run.directory.history import begin_folder, replace_config
 from train.run.train import train
 from train.settings.code.files import Code, read_code
 

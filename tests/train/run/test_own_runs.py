@@ -11,7 +11,7 @@ from jgt import document
 from jgt.document import InputError
 from train.config import load
 from train.run.check import check_placement
-from train.run.identity import Resume, check_places
+from train.run.directory.identity import Resume, check_places
 from train.run.opened import _check_rows, open_run
 from train.run.train import train
 from train.settings.code.files import read_code

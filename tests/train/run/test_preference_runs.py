@@ -15,8 +15,8 @@ from jgt.document import InputError
 from train.checkpoint.bucket_steps import seal
 from train.data.opening import open_data
 from train.evaluate.reference import SCORES, _read, checksum, with_reference
-from train.run.history import begin_folder
-from train.run.identity import Resume, check_folder
+from train.run.directory.history import begin_folder
+from train.run.directory.identity import Resume, check_folder
 from train.run.replay import replay
 from train.run.train import train
 from train.setup import prepare

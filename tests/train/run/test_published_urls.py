@@ -14,7 +14,7 @@ from train.checkpoint.saved import find_checkpoint
 from train.commands.published import export
 from train.config import load
 from train.run.check import check_placement
-from train.run.identity import Resume, check_folder
+from train.run.directory.identity import Resume, check_folder
 from train.run.train import train
 
 GOLDENS = PUBLISHED.parents[1]

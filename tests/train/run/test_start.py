@@ -11,7 +11,7 @@ from jgt.document import InputError
 from train.checkpoint.checkpoint import Checkpoints
 from train.checkpoint.saved import find_checkpoint
 from train.config import load
-from train.run.identity import Resume
+from train.run.directory.identity import Resume
 from train.run.opened import open_run
 from train.run.restored import restore_state
 from train.run.start import Start

@@ -16,7 +16,7 @@ from train.checkpoint.steps import FOLDER
 from train.config import load
 from train.records.windows import data_windows
 from train.run.check import check_placement
-from train.run.identity import Resume
+from train.run.directory.identity import Resume
 from train.run.opened import dry_run, opened_data
 from train.run.replay import replay
 from train.run.train import train

@@ -14,7 +14,7 @@ from jgt.planner.hardware.target import Target
 from train.checkpoint.saved import find_checkpoint
 from train.config import load
 from train.plan.make import make_plan
-from train.run.identity import Resume
+from train.run.directory.identity import Resume
 from train.run.restored import restore_state
 from train.run.train import train
 from train.setup import prepare

@@ -15,7 +15,7 @@ from train.checkpoint.restore import restore_params as restore
 from train.checkpoint.saved import find_checkpoint
 from train.checkpoint.steps import Steps
 from train.config import load
-from train.run.identity import Resume
+from train.run.directory.identity import Resume
 from train.run.restored import restore_state
 from train.run.start import Start
 from train.run.train import train

@@ -7,7 +7,7 @@ import pytest
 import jgt
 from jgt import path_text
 from jgt.document import InputError
-from train.run.identity import check_adapters, fingerprints
+from train.run.directory.identity import check_adapters, fingerprints
 from train.run.train import train
 
 LORA = 'lora={rank: 4, alpha: 8, modules: ["{q,k,v}_proj", out], dropout: 0.1}'

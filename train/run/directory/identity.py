@@ -20,12 +20,12 @@ from typing import Any
 from jgt import document
 from jgt.document import InputError, Node, nearest, path_problem, shown
 
-from ..checkpoint.steps import find_steps, open_steps
-from ..config import Run
-from ..files.bucket import bucket_problem, is_url, path_or_url
-from ..files.disk import DiskError, describe
-from ..settings.code.files import COPY, read_code
-from ..settings.training import DPO
+from ...checkpoint.steps import find_steps, open_steps
+from ...config import Run
+from ...files.bucket import bucket_problem, is_url, path_or_url
+from ...files.disk import DiskError, describe
+from ...settings.code.files import COPY, read_code
+from ...settings.training import DPO
 from .folder import CONFIG, DATA, fill_folder, place_problems
 
 FIXED = ("model", "data", "run.seed", "lora", "optimizer.name", "optimizer.train", "code")

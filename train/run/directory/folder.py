@@ -22,19 +22,19 @@ from typing import TextIO
 from jgt import find_command
 from jgt.document import InputError, path_problem
 
-from ..checkpoint.steps import remove
-from ..config import Run
-from ..files.bucket import Bucket
-from ..files.disk import kind
-from ..files.ends import InUseError
-from ..files.lease import Lease, hold_lease, holder_of
-from ..files.locks import lock
-from ..files.mirror import NOT_COPIED, Mirror, adopt_spool, fill_spool, spool_of
-from ..records.step_range import PROFILE
-from ..settings.code.files import COPY
-from ..settings.command_line import LAUNCHED
-from ..settings.sections import RunConfig
-from ..weights.origin import ORIGIN
+from ...checkpoint.steps import remove
+from ...config import Run
+from ...files.bucket import Bucket
+from ...files.disk import kind
+from ...files.ends import InUseError
+from ...files.lease import Lease, hold_lease, holder_of
+from ...files.locks import lock
+from ...files.mirror import NOT_COPIED, Mirror, adopt_spool, fill_spool, spool_of
+from ...records.step_range import PROFILE
+from ...settings.code.files import COPY
+from ...settings.command_line import LAUNCHED
+from ...settings.sections import RunConfig
+from ...weights.origin import ORIGIN
 
 CONFIG, DATA, CONFIGS = "config.yaml", "data.json", "configs"
 """The run's config, the identity of its data, and the folder for what they were before."""

@@ -19,12 +19,12 @@ from pathlib import Path
 from jgt import document
 from jgt.document import Node, shown
 
-from ..checkpoint.steps import remove
-from ..config import Run
-from ..data.config import DataConfig
-from ..files.disk import write_whole
-from ..settings.code.files import COPY, Code
-from ..weights.origin import keep_origin
+from ...checkpoint.steps import remove
+from ...config import Run
+from ...data.config import DataConfig
+from ...files.disk import write_whole
+from ...settings.code.files import COPY, Code
+from ...weights.origin import keep_origin
 from .folder import CONFIG, CONFIGS, DATA
 from .identity import Change, code_of
 
