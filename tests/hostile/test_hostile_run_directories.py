@@ -6,7 +6,7 @@ from hostile import PLACES, argument, assert_lines, content, diagonal, refused, 
 from jgt.document import InputError
 from train.config import load
 from train.records.records import Records
-from train.run import identity
+from train.run.directory import identity
 from train.run.directory.history import begin_folder
 from train.run.directory.identity import Resume, check_data, check_folder
 

@@ -33,7 +33,7 @@ class FileEntry:
 class Base:
     """A folder of published weights that holds the frozen parameters of a checkpoint. arrays: those parameters, as the state has them.
 
-    sha256: the identity of its tensors (`train.weights.base`), wherever the folder is.
+    sha256: the identity of its tensors (`train.weights.contents`), wherever the folder is.
     """
 
     path: str

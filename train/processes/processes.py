@@ -2,8 +2,8 @@
 
 The processes run the same program, and every collective needs all of them. If one process raises an error before a collective and the
 others do not, the others wait for ever. Therefore no process acts alone on what only it can see (a missing file, a failed save): the
-processes first exchange their findings, then all of them continue or all of them raise. `agree_on_input`, `true_on_all_processes` and
-`number_of_first_process` are such exchanges. The invariant: all processes call them in the same order.
+processes first exchange their findings, then all of them continue or all of them raise. `agree_on_input`, `agreed`,
+`true_on_all_processes` and `number_of_first_process` are such exchanges. The invariant: all processes call them in the same order.
 
 This is the only file that uses JAX's client of its coordination service.
 """
@@ -18,9 +18,9 @@ import statistics
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import jax
 import numpy as np
@@ -34,6 +34,7 @@ from ..files.streams import discard_unwritten
 _ENDLESS_MS = 1_000_000_000
 _EXIT_SECONDS = 3.0
 _CLOCK_BARRIERS = 9
+_Result = TypeVar("_Result")
 
 
 class Store:
@@ -130,6 +131,19 @@ def agree_on_input(problems: Sequence[str], values: Mapping[str, object] = Mappi
     if len(other := np.argwhere(everyone != mine)):
         process, which = other[0].tolist()
         raise InputError([f"{me}: {[*values][which - 1]} differs from process {process}'s. Give all processes the same"])
+
+
+def agreed(call: Callable[[], _Result], value: Callable[[_Result], object] = lambda _: None, what: str = "what it opens") -> _Result:
+    """The result of a call. value: what of it is the same on all processes. what: its name, for the message.
+
+    Raises InputError, on all processes, if the call fails on one of them or has another value there.
+    """
+    problems: list[str] = []
+    result: Any = None
+    with InputError.collect(problems):
+        result = call()
+    agree_on_input(problems, {what: None if problems else value(result)})
+    return result
 
 
 def true_on_all_processes(mine: bool) -> bool:

@@ -23,7 +23,7 @@ from ..data.config import OwnData
 from ..data.opening import open_data, open_own_data
 from ..data.own import open_own
 from ..export.form import run_form
-from ..processes.processes import agree_on_input, number_of_processes
+from ..processes.processes import agree_on_input, agreed, number_of_processes
 from ..records.console import Screen
 from ..records.summary import describe_data
 from ..setup import Setup, prepare
@@ -70,7 +70,13 @@ class Opened:
 def open_all(run: Run, resume: Resume) -> Opened:
     """Opens all of a run that may be wrong. Raises InputError, on all processes."""
     setup, data = open_run(run, resume)
-    return Opened(setup=setup, data=data, tasks=open_tasks(setup), evaluations=evaluations_of(setup, data.eval_parts), hooks=hooks_of(run))
+    return Opened(
+        setup=setup,
+        data=data,
+        tasks=open_tasks(setup),
+        evaluations=evaluations_of(setup, data.eval_parts),
+        hooks=agreed(lambda: open_hooks(run)),
+    )
 
 
 def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
@@ -122,15 +128,12 @@ def _check_rows(run: Run, data: Data, setup: Setup) -> None:
 
 def open_tasks(setup: Setup) -> TaskMetrics | None:
     """The tasks of `eval:`. Raises InputError, on all processes."""
-    run, tasks, problems = setup.run, None, list[str]()
+    run = setup.run
     if not run.config.eval.tasks:
         return None
     # The harness takes seconds to import, and is optional.
     harness = importlib.import_module("..evaluate.harness", __package__)
-    with InputError.collect(problems):
-        tasks = harness.TasksOfRun(setup, run.config.data.tokenizer_name).metrics
-    agree_on_input(problems)
-    return tasks
+    return agreed(lambda: harness.TasksOfRun(setup, run.config.data.tokenizer_name).metrics)
 
 
 def evaluations_of(setup: Setup, eval_parts: Sequence[str]) -> Evaluations | None:
@@ -138,21 +141,8 @@ def evaluations_of(setup: Setup, eval_parts: Sequence[str]) -> Evaluations | Non
 
     Raises InputError, on all processes.
     """
-    run, evaluations, problems = setup.run, None, list[str]()
     parts = ("", *(f"/{part}" for part in eval_parts if len(eval_parts) > 1)) if eval_parts else ()
-    with InputError.collect(problems):
-        evaluations = open_evaluations(run, lambda: [f"eval_{name}{part}" for name in setup.eval_metrics for part in parts])
-    agree_on_input(problems)
-    return evaluations
-
-
-def hooks_of(run: Run) -> list[Hook]:
-    """The hooks of `hooks:`. Raises InputError, on all processes."""
-    hooks, problems = list[Hook](), list[str]()
-    with InputError.collect(problems):
-        hooks += open_hooks(run)
-    agree_on_input(problems)
-    return hooks
+    return agreed(lambda: open_evaluations(setup.run, lambda: [f"eval_{name}{part}" for name in setup.eval_metrics for part in parts]))
 
 
 def dry_run(run: Run) -> None:

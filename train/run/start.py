@@ -31,12 +31,13 @@ from ..files.bucket import is_url, path_or_url
 from ..files.cache import local_folder
 from ..files.streams import say
 from ..models.config import ModelConfig
+from ..processes.processes import agreed
 from ..setup import Setup
 from ..setup.published import published_model
 from ..step.state import State, Tree
 from ..step.trained import merged
 from ..weights.adapt.adapters import factors_of
-from ..weights.base import agreed, base_in, inherited_base, resumed_base
+from ..weights.base import base_in, inherited_base, resumed_base
 from ..weights.safetensors import has_weights
 from .directory.identity import Resume, check_adapters, check_model, check_origin
 from .restored import restore_state, restored_of_one, saved_params

@@ -1,24 +1,18 @@
 """Published weights that hold the frozen parameters of a run: a checkpoint names their folder and its identity, and leaves them out.
 
 Frozen parameters are most of a model, and never change. Stored once more in each checkpoint, they would cost more than all that is
-trained. But a checkpoint whose parameters were silently others would be worse than a large one. All fine-tuned models of one kind have
-the same tensors, names and shapes, so the identity also covers a sample of the contents of each tensor, and then all contents: training
-may change a few rows only. The first process alone reads all of them. The identity covers neither the name of the folder nor how many files
-the tensors are in.
+trained. But a checkpoint whose parameters were silently others would be worse than a large one, so it has the folder's identity
+(`train.weights.contents`).
 
 Frozen parameters that were made from random values, or came from another run's checkpoint, are in no folder, and are stored.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -31,22 +25,15 @@ from ..checkpoint.restore import restore_params
 from ..checkpoint.saved import SavedStep, array_entries, check_arrays
 from ..files.bucket import is_url
 from ..files.cache import local_folder
-from ..files.disk import DiskError, describe, open_file, patiently
 from ..models.config import ModelConfig
-from ..processes.processes import agree_on_input
+from ..processes.processes import agreed
 from ..step.trained import divided, merged
+from .contents import SAMPLED, has_identity, identity
 from .described import published
 from .load import Files, open_files
-from .safetensors import Tensor, open_folder
 
 ALLOWED = "base"
 """The name for `--allow-change`, to train on with other contents of the folder."""
-_SAMPLE = 4096
-"""The bytes of each tensor in the sample, from the middle. Of norms, these are all."""
-_SAMPLED = 64
-"""The length of the part of an identity that is about samples."""
-_PART, _THREADS = 1 << 24, 8
-_Result = TypeVar("_Result")
 
 
 def base_in(place: str, frozen: Any) -> Base | None:
@@ -58,7 +45,8 @@ def base_in(place: str, frozen: Any) -> Base | None:
     if not arrays:
         return None
     path = place if is_url(place) else str(Path(place).absolute())
-    return agreed(lambda: Base(path=path, sha256=identity(local_folder(place)), arrays=arrays), lambda base: base.sha256[:_SAMPLED])
+    what = "the folder that it reads"
+    return agreed(lambda: Base(path=path, sha256=identity(local_folder(place)), arrays=arrays), lambda base: base.sha256[:SAMPLED], what)
 
 
 def resumed_base(saved: SavedStep, model: Any, frozen: Any) -> Base | None:
@@ -134,59 +122,3 @@ def _place_of(base: Base, model: Any) -> str:
     # A relative path may be that of another working directory.
     places = [place for place in (getattr(model, "hf", None), base.path) if place is not None]
     return next((place for place in places if is_url(place) or Path(place).is_dir()), places[0])
-
-
-def identity(folder: Path) -> str:
-    """A SHA-256 of names, types, shapes and sampled contents of all tensors of a folder; in the first process, another one of all contents.
-
-    Raises InputError and DiskError.
-    """
-    tensors = sorted(open_folder(folder).tensors.items())
-    return _digest(tensors, _sampled) + (_digest(tensors, _whole) if jax.process_index() == 0 else "")
-
-
-def has_identity(folder: Path, known: str) -> bool:
-    """Whether a folder has an identity, as far as this process sees. One of an earlier version has no part for all contents."""
-    found = identity(folder)
-    return len(known) >= _SAMPLED and (known.startswith(found) or found.startswith(known))
-
-
-def _digest(tensors: Sequence[tuple[str, Tensor]], content: Callable[[Tensor], bytes]) -> str:
-    digest = hashlib.sha256()
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for (name, tensor), part in zip(tensors, pool.map(content, [tensor for _, tensor in tensors]), strict=True):
-            digest.update(json.dumps([name, str(tensor.dtype), tensor.shape]).encode() + part)
-    return digest.hexdigest()
-
-
-def _sampled(tensor: Tensor) -> bytes:
-    size = min(tensor.nbytes, _SAMPLE)
-    return _read(tensor, (tensor.nbytes - size) // 2, size)
-
-
-def _whole(tensor: Tensor) -> bytes:
-    digest = hashlib.sha256()
-    for begin in range(0, tensor.nbytes, _PART):
-        digest.update(_read(tensor, begin, min(_PART, tensor.nbytes - begin)))
-    return digest.digest()
-
-
-def _read(tensor: Tensor, begin: int, size: int) -> bytes:
-    def read() -> bytes:
-        with open_file(tensor.file) as file:
-            return os.pread(file.fileno(), size, tensor.offset + begin)
-
-    try:
-        return patiently(read, tensor.file)
-    except OSError as error:
-        raise DiskError(describe(error, tensor.file)) from error
-
-
-def agreed(call: Callable[[], _Result], value: Callable[[_Result], Any] = lambda _: None) -> _Result:
-    """The result of a call. Raises InputError, on all processes, if it fails on one of them or gives another value there."""
-    problems: list[str] = []
-    result: Any = None
-    with InputError.collect(problems):
-        result = call()
-    agree_on_input(problems, {"the folder that it reads": None if problems else value(result)})
-    return result

@@ -19,7 +19,7 @@ from jgt import path_text
 from jgt.document import InputError
 
 from .adapters import BASE, FACTOR, TENSORS, Peft
-from .base import has_identity
+from .contents import has_identity
 from .foreign import first, inside, read_json
 from .names import Shape, Source
 from .safetensors import PARAMETERS, Folder, Tensor, open_folder

@@ -53,13 +53,13 @@ def events(path, phase, process=0):
 
 LATE = """
 import time
-from train.run import train
+from train.run import opened
 from train.setup.setup import Setup
 
 def late(function):
     return lambda *args, **options: (time.sleep(33), function(*args, **options))[1]
 
-train.open_data, Setup.compile_train_step = late(train.open_data), late(Setup.compile_train_step)
+opened.open_data, Setup.compile_train_step = late(opened.open_data), late(Setup.compile_train_step)
 """
 
 

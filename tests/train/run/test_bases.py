@@ -15,7 +15,8 @@ from train.commands.published import export
 from train.config import load
 from train.run.directory.identity import read_resume
 from train.run.train import train
-from train.weights.base import base_in, has_identity, identity
+from train.weights.base import base_in
+from train.weights.contents import has_identity, identity
 from train.weights.safetensors import open_folder
 from train.weights.writing import write_folder
 
@@ -126,7 +127,7 @@ def test_the_identity_covers_every_byte_in_the_first_process(tmp_path, monkeypat
     write_folder(folder, {"table": (table.dtype, table.shape)}, [("table", (), table)], files={}, max_file_bytes=1 << 30)
     before = identity(folder)
     with monkeypatch.context() as patch:
-        patch.setattr("train.weights.base.jax.process_index", lambda: 1)
+        patch.setattr("train.weights.contents.jax.process_index", lambda: 1)
         assert before.startswith(part := identity(folder)) and len(part) == 64 and has_identity(folder, before)
     assert has_identity(folder, before) and has_identity(folder, part)
     with (folder / "model.safetensors").open("r+b") as file:

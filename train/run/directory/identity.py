@@ -35,7 +35,7 @@ _REFERENCE = "checkpoint.weights"
 _PER_RUN = ("lora.dropout", "lora.hf")
 """Keys that may differ from those of the run whose adapters a run begins with."""
 _BASE = "base"
-"""As `FIXED`, the contents of the folder that has frozen parameters (`train.weights.base`)."""
+"""As `FIXED`, the contents of the folder that has frozen parameters (`train.weights.contents`)."""
 _MAX_BYTES = 1_000_000
 
 Change = tuple[str, object, object]
