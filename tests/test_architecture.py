@@ -106,7 +106,6 @@ SHARDING = ("jgt.sharding", "jgt.replacements", "jgt.program")
         ("jgt", ["flax", "optax", "orbax", "grain"]),
         ("jgt/document", ["jax", "numpy", "jgt.rules", "jgt.mesh", "jgt.schedule", *ENGINE]),
         ("jgt/planner/hardware", ["jax", "numpy", "jgt.rules", "jgt.mesh", "jgt.schedule", *ABOVE]),
-        ("jgt/planner/calibrate", ["jgt.rules", "jgt.schedule", *ABOVE, *PLANNER, "jgt.planner.hlo"]),
         ("jgt/rules", ["jax", "numpy", "jgt.mesh", "jgt.schedule", *ENGINE]),
         ("jgt/mesh", ["jgt.rules", "jgt.schedule", *ENGINE]),
         ("jgt/schedule", ["jax", "jgt.rules", "jgt.mesh", *ENGINE]),

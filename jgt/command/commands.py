@@ -81,7 +81,7 @@ _OWN = {
     "export": Command(purpose="write the model of a run as a folder that transformers loads", place=".commands.published:export"),
     "generate": Command(purpose="continue texts with the model of a run or a published one", place=".commands.generate"),
     "serve": Command(purpose="serve a model by the HTTP API of OpenAI, to try it", place=".commands.serve.__main__", outlives_reader=True),
-    "calibrate": Command(purpose="measure the devices of this machine, for the times of plans", place="jgt.planner.calibrate.__main__"),
+    "calibrate": Command(purpose="measure the devices of this machine, for the times of plans", place=".plan.calibrate.__main__"),
     "schedule": Command(purpose="show and compare pipeline schedules", place="jgt.schedule.__main__"),
     "schema": Command(purpose="print the JSON Schema of run files or rules files, for editors", place=".config.schema"),
     "init": Command(purpose="write a project with a model of your own", place="jgt.command.project"),

@@ -2,8 +2,7 @@
 
 Read `plan.py` first: it compiles a function (`compiled.py`, for hardware in `described.py`) and calls each reader of the result once.
 `layouts.py`, `flops.py` and `needs/` read the traced program; `memory.py` and `timeline.py` read XLA's. `signals.py` and `findings.py` join
-both, and `speed.py` adds what a caller knows. `budget.py` and `view/` use a finished plan. `profile/` measures what a plan predicts, and
-`calibrate/` the figures of a chip.
+both, and `speed.py` adds what a caller knows. `budget.py` and `view/` use a finished plan. `profile/` measures what a plan predicts.
 
 These names are what the trainer uses. They load on first use, because a run's file is checked before JAX is imported.
 """
@@ -16,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jgt.planner.budget import Budget as Budget
     from jgt.planner.described import described_device as described_device
+    from jgt.planner.hardware.chip import Chip as Chip
+    from jgt.planner.hardware.chip import Link as Link
+    from jgt.planner.hardware.rates import MatmulWork as MatmulWork
     from jgt.planner.hardware.target import Target as Target
     from jgt.planner.hlo.custom_calls import has_foreign_mask as has_foreign_mask
     from jgt.planner.profile.device_time import Profile as Profile
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 _OWNERS = {
     "Budget": "budget",
+    "Chip": "hardware.chip",
+    "Link": "hardware.chip",
+    "MatmulWork": "hardware.rates",
     "Profile": "profile.device_time",
     "Report": "view.report",
     "Target": "hardware.target",

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from jgt.command.parser import CommandParser
+from jgt import CommandParser, MeshSizes
 from jgt.document import InputError
-from jgt.mesh.sizes import MeshSizes
-from jgt.planner.hardware.target import Target
+from jgt.planner import Target
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,9 +23,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         import jax
 
-        from jgt.mesh.mesh import use_virtual_cpu
-        from jgt.planner.calibrate.figures import calibrated, chip_text
-        from jgt.planner.calibrate.kernels import CPU_SIZES, GPU_SIZES, kernels, measure
+        from jgt import use_virtual_cpu
+
+        from .figures import calibrated, chip_text
+        from .kernels import CPU_SIZES, GPU_SIZES, kernels, measure
 
         if arguments.devices is not None:
             use_virtual_cpu(arguments.devices)

@@ -7,13 +7,13 @@ import jax
 import pytest
 
 from jgt.document import InputError
-from jgt.planner.calibrate import __main__ as command
-from jgt.planner.calibrate.figures import calibrated, chip_text
-from jgt.planner.calibrate.kernels import GPU_SIZES, Sizes, kernels, measure
 from jgt.planner.hardware.chip import Link, load_chip, read_chip
 from jgt.planner.hardware.rates import MatmulWork
 from jgt.planner.hardware.target import Target
 from train.plan.__main__ import main as plan
+from train.plan.calibrate import __main__ as command
+from train.plan.calibrate.figures import calibrated, chip_text
+from train.plan.calibrate.kernels import GPU_SIZES, Sizes, kernels, measure
 
 TINY = Sizes(matmuls={"f32": 32, "bf16": 16}, memory=1 << 10, sent=(1 << 10, 1 << 12), launches=3, flops=1e5, num_bytes=1e4)
 MODEL = {"kind": "gpt", "layers": 2, "embed": 32, "heads": 2, "vocab": 64, "seq": 16}

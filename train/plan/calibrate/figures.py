@@ -13,9 +13,9 @@ from importlib.metadata import version
 from typing import cast
 
 from jgt.document import dump
-from jgt.planner.calibrate.kernels import Sizes
-from jgt.planner.hardware.chip import Chip, Link
-from jgt.planner.hardware.rates import MatmulWork
+from jgt.planner import Chip, Link, MatmulWork
+
+from .kernels import Sizes
 
 _DIGITS = 5
 """Enough for the figures of data sheets, which the file keeps."""
