@@ -216,7 +216,8 @@ def names_of_jgt(path):
 def test_the_trainer_enters_jgt_by_its_doors_and_uses_few_names():
     used = {found for path in modules("train") for found in names_of_jgt(path)}
     assert {module for module, _ in used} == set(DOORS)
-    assert len(used) <= 55, sorted(used)
+    # Of a chip, whose figures the wing of plans measures, the trainer knows three.
+    assert len(used) <= 58, sorted(used)
 
 
 def public_names(package):

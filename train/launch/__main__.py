@@ -19,7 +19,7 @@ from ..__main__ import parser as train_parser
 from ..config import Run
 from ..files.ends import EndError, Exit
 from ..files.streams import discard_unwritten, say_lines
-from ..run.folder import metrics_port
+from ..run.directory.folder import metrics_port
 from ..settings.command_line import seconds, whole_number
 from .group import environments, report
 from .supervisor import Launcher, Policy, supervise
