@@ -400,6 +400,7 @@ OWNERS = [
     # Others parse what this process or its own child has written a moment before, and never a file of someone else.
     ("json.loads", "files/json_text.py", "checkpoint/manifest.py", "commands/evaluate.py", "data/own/shard.py", "export/form.py"),
     ("json.loads", "files/json_text.py", "data/chat/sandbox.py", "data/chat/template.py", "processes/processes.py"),
+    ("json.loads", "files/json_text.py", "doctor/devices.py", "doctor/worker.py"),
     # A line of a connection, whose reader refuses any error; and files of a run directory that the same start has just checked.
     ("json.loads", "files/json_text.py", "processes/join.py", "run/directory/history.py", "run/directory/identity.py"),
     ("fcntl.flock", "files/locks.py"),

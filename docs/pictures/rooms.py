@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 PICTURE = Path(__file__).with_suffix(".svg")
 EVERYWHERE = ("document", "console", "signal", "settings")
-WINGS = ("watch", "plan")
+WINGS = ("watch", "plan", "doctor")
 """The rooms of train that no room of the trunk imports: the table of commands reaches them."""
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN = 132, 46, 22, 44, 24
 

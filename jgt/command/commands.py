@@ -72,6 +72,7 @@ _OWN = {
     "plot": Command(purpose="draw metrics of runs, as a PNG or in the terminal", place=".watch.__main__:plot"),
     "compare": Command(purpose="show what two runs differ in", place=".watch.__main__:compare"),
     "check": Command(purpose="check the rules against the mesh and the shapes, without devices", place=".run.__main__:check"),
+    "doctor": Command(purpose="examine this machine and its devices before a run", place=".doctor.__main__"),
     "verify": Command(purpose="show that the layout changes no number, on virtual devices", place=".run.__main__:verify"),
     "conformance": Command(purpose="search JAX for programs that it computes wrongly over devices", place="jgt.conformance.__main__"),
     "rules": Command(purpose="write the rules of a run, or the layout that a program has, as a rules file", place=".commands.rules:rules"),

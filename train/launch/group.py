@@ -89,7 +89,7 @@ class Group:
     """
 
     def __init__(self, arguments: Sequence[str], environments: Sequence[Mapping[str, str]], logs: Path):
-        count, port = len(environments), _free_port()
+        count, port = len(environments), free_port()
         # New for each group, so that a process which outlived its group cannot join the next.
         ours = {TOKEN: secrets.token_hex(32), LAUNCHED: "1"}
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -156,7 +156,8 @@ def _open_log(path: Path) -> IO[bytes] | contextlib.nullcontext[None]:
         return contextlib.nullcontext()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens at now."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         # Another program may take the port before the run's first process does. The run then fails, and is started again.

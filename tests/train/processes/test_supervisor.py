@@ -479,7 +479,7 @@ def test_a_log_that_cannot_be_opened_costs_no_start(ended, tmp_path, place):
 
 
 def test_processes_that_cannot_be_started_are_tried_again(ended, monkeypatch):
-    monkeypatch.setattr(devices, "_free_port", lambda: (_ for _ in ()).throw(OSError(24, "Too many open files")))
+    monkeypatch.setattr(devices, "free_port", lambda: (_ for _ in ()).throw(OSError(24, "Too many open files")))
     code, lines, _ = ended("true")
     assert code == Exit.FAILED
     assert sum("the processes cannot be started: " in line and "Too many open files" in line for line in lines) == 2
