@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from jgt.document import InputError
-from jgt.program.dims import Dims, sharding_dims, show_dims
+from jgt.program.dims import Dims, num_parts, sharding_dims, show_dims
 from jgt.program.retarget import jit_call_of, meshes_in
 from jgt.program.uses import Use, parameter_uses
 from jgt.rules.found import Found, FoundSpec
@@ -44,9 +44,9 @@ def rules_of(fn: Callable[..., Any], *args: Any, mesh: Mesh | AbstractMesh | Non
     call = jit_call_of(arguments.as_it_is())
     # Named as `shard` names them. Only on its mesh does a program know the layouts of its values, which it may ask for again.
     program, typed = erase(call.program)
-    layouts, unsaid = _with_dims(arguments.trace().layouts, typed)
     given = [s or _sharding_of(x) for s, x in zip(call.in_shardings, arguments.arrays, strict=True)]
     sizes = _sizes([own, *(s.mesh for s in given if s is not None), *meshes_in(call.program)])
+    layouts, unsaid = _with_dims(arguments.trace().layouts, typed, sizes)
     count = len(arguments.parameters)
     asked = {one.argument: one for one in typed if one.argument is not None}
     uses = parameter_uses(program, count)
@@ -90,13 +90,17 @@ def _of_slice(dims: Dims, use: Use) -> Dims:
     return tuple(axes for d, axes in enumerate(dims) if d not in use.sliced)
 
 
-def _with_dims(layouts: Sequence[OwnLayout], typed: Sequence[OwnLayout]) -> tuple[list[OwnLayout], list[str]]:
+def _with_dims(layouts: Sequence[OwnLayout], typed: Sequence[OwnLayout], sizes: Mapping[str, int]) -> tuple[list[OwnLayout], list[str]]:
     """The layouts with the dims that they have on the program's mesh, one for each name, and what rules cannot say of them."""
     if [(one.signal, one.where, len(one.dims)) for one in layouts] == [(one.signal, one.where, len(one.dims)) for one in typed]:
         layouts = [replace(one, dims=other.dims, problem=other.problem) for one, other in zip(layouts, typed, strict=True)]
     named: dict[tuple[str, str], OwnLayout] = {}
     unsaid: dict[str, None] = {}
-    for one in layouts:
+    for given in layouts:
+        even = tuple(axes if size % num_parts(axes, sizes) == 0 else () for axes, size in zip(given.dims, given.shape, strict=True))
+        if even != given.dims:
+            unsaid[f"{given.where}: {given.name} {list(given.shape)} has {show_dims(given.dims)}, which does not divide it"] = None
+        one = replace(given, dims=even)
         first = named.setdefault((one.signal, one.name), one)
         if one.problem or first.dims != one.dims:
             what = one.problem or f"{one.name} has {show_dims(first.dims)} and {show_dims(one.dims)}"

@@ -189,6 +189,20 @@ def test_a_layout_that_is_kept_names_axes_of_the_mesh():
         sharded(PARAMS, X)
 
 
+def test_a_layout_that_does_not_divide_its_array_is_kept_and_said():
+    def fn(params, x):
+        return jnp.sum(jax.lax.with_sharding_constraint(x @ params["w"], NamedSharding(AUTO, P("data", "tensor"))) ** 2)
+
+    params, x = {"w": PARAMS["table"][:, :6]}, PARAMS["table"]
+    kept = jgt.shard(fn, {"own": "keep", "default": "replicate"}, AUTO)
+    assert "('data', 'tensor')" in str(jax.make_jaxpr(kept)(params, x.T))
+    found = jgt.rules_of(fn, params, x.T)
+    (said,) = found.unsaid
+    assert said.endswith("sharding_constraint [16, 6] has [data, tensor], which does not divide it")
+    for sharded in (kept, jgt.shard(fn, found.rules, AUTO)):
+        equal(values(sharded, params, x.T), values(fn, params, x.T))
+
+
 class Logical(nn.Module):
     @nn.compact
     def __call__(self, x):

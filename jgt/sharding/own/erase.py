@@ -154,7 +154,8 @@ class _Eraser:
         problem = f"a vmap splits its rows over {show_dims(of_vmap)}" if any(of_vmap) else ""
         problem = f"sums that are not added up yet: {sharding.spec}" if sharding.spec.unreduced else problem
         name = f"{name}_{number + 1}" if number else name
-        return OwnLayout(signal=place.path, name=name, dims=dims, where=line_of(equation), is_derived=is_derived, problem=problem)
+        where, shape = line_of(equation), shape[place.num_vmaps :]
+        return OwnLayout(signal=place.path, name=name, dims=dims, shape=shape, where=where, is_derived=is_derived, problem=problem)
 
     def _plain(self, equation: Equation, place: Place, values: _Values) -> Equation:
         """An equation without layout, and on no mesh."""

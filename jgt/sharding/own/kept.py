@@ -25,11 +25,18 @@ def with_own(rules: Rules, layouts: Sequence[OwnLayout]) -> tuple[Rules, list[st
             what = f"the tensor {one.name} at {one.signal or 'the top'}, for which the program asks {show_dims(one.dims)} at {one.where}"
             problems[f"{rule.where}: {rule.pattern}: is about {what}. Remove one of them, or write own: drop"] = None
             continue
-        spec = SpecRule(pattern=one.name, spec=one.dims, where=one.where)
+        spec = _OwnSpec(pattern=one.name, spec=one.dims, where=one.where)
         kept[one.signal, one.name] = SignalRule(pattern=one.signal or "**", tensors=(spec,), where=one.where)
     # The innermost first: a rule covers signals inside of its own.
     own = sorted(kept.values(), key=lambda rule: -len(rule.pattern.split("/")) if rule.pattern != "**" else 0)
     return replace(rules, signals=(*rules.signals, *own)), list(problems)
+
+
+class _OwnSpec(SpecRule):
+    """A spec of the program's own. Its axes need not divide the dims: JAX takes that, and XLA pads."""
+
+    def misfit_problems(self, *args: object, **kwargs: object) -> dict[int, str]:
+        return {}
 
 
 def manual_problems(program: Program, mesh: Mesh | AbstractMesh) -> Iterator[str]:

@@ -23,6 +23,7 @@ class OwnLayout:
     """A layout that a program asks for.
 
     signal, name: the region and the name of the tensor in the erased program.
+    dims, shape: the axes that it gives to each dim, and their sizes.
     where: the file:line of the program.
     argument: the number of the program's argument with this layout, if it is an argument.
     is_derived: whether JAX derives it, for a matmul on Explicit axes.
@@ -32,6 +33,7 @@ class OwnLayout:
     signal: str
     name: str
     dims: Dims
+    shape: tuple[int, ...]
     where: str
     argument: int | None = None
     is_derived: bool = False
