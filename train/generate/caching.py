@@ -47,12 +47,16 @@ class Caching:
     switches_at: int | None = None
 
     def padded(self, tokens: int) -> int:
-        """The length to which texts of this many tokens are padded. A power of two, so that few programs are compiled."""
-        return min(power_of_two(max(tokens, _LEAST)), self.longest)
+        """The length to which texts of this many tokens are padded: a multiple of an eighth of the next power of two.
+
+        So few programs are compiled, and less than a quarter is read for nothing.
+        """
+        part = max(power_of_two(tokens) // 8, _LEAST)
+        return min(-(-tokens // part) * part, self.longest)
 
     def slots(self, tokens: int) -> int:
-        """The slots of a cache of texts of this many tokens."""
-        return self.longest if self.grown is None else self.padded(tokens)
+        """The slots of a cache of texts of this many tokens: a power of two, since a step is compiled for each."""
+        return self.longest if self.grown is None else min(power_of_two(max(tokens, _LEAST)), self.longest)
 
 
 def caching_of(config: ModelConfig | OwnModel, *, has_cache: bool) -> Caching:

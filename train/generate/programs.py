@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import jgt
@@ -115,6 +116,20 @@ class TextPrograms:
             return state._replace(cache=jax.lax.with_sharding_constraint(cache, self._shardings(cache)))
 
         return jax.jit(grow, static_argnums=1)
+
+    @functools.cached_property
+    def move(self) -> Callable[[TextState, np.ndarray], TextState]:
+        """(state, index [b]) → a state of b rows, of which row i is row index[i] of the old one."""
+
+        def moved(dim: int, x: jax.Array, index: jax.Array) -> jax.Array:
+            return jnp.take(x, index, axis=dim) if x.ndim else x
+
+        def move(state: TextState, index: jax.Array) -> TextState:
+            cache = jax.tree.map(lambda x: moved(self.caching.rows_dim, x, index), state.cache)
+            after = TextState(cache, *(moved(0, x, index) for x in state[1:]))
+            return jax.lax.with_sharding_constraint(after, self._shardings(after))
+
+        return jax.jit(move)
 
     @functools.cached_property
     def read(self) -> Callable[..., Result]:

@@ -94,22 +94,10 @@ def hold_sources(op: ir.Operation) -> None:
         value.replace_all_uses_except(held.results[0], [op, held.operation])
 
 
-def sliced_dims(op: ir.Operation) -> list[int]:
-    """The dims of which a slice may have the beginning alone. The start of a dynamic slice may be a constant, once calls are inlined."""
-    before, after = type_shape(op.operands[0]), type_shape(op.results[0])
-    name = "start_indices"
-    starts = [*ir.DenseI64ArrayAttr(op.attributes[name])] if name in op.attributes else [0] * len(before)
-    return [d for d, start in enumerate(starts) if start == 0 and before[d] != after[d]]
-
-
 def slices_nothing(op: ir.Operation, layouts: Sequence[Splits]) -> bool:
-    """Whether the devices have as many elements of an array after a slice as before, so that XLA takes the one for the other.
-
-    Where something has brought the array to another layout, XLA has the whole array in the place of the slice.
-    """
-    before, after = type_shape(op.operands[0]), type_shape(op.results[0])
-    counts = [(d, count) for d in sliced_dims(op) if (count := count_parts(layouts[0][d])) > 1]
-    return any(-(-before[d] // count) == -(-after[d] // count) for d, count in counts)
+    """Whether devices have as many elements of a sliced dim as before. XLA then takes the array for the slice if it has moved it already."""
+    sizes = zip(type_shape(op.operands[0]), type_shape(op.results[0]), map(count_parts, layouts[0]), strict=True)
+    return any(before != after and count > 1 and -(-before // count) == -(-after // count) for before, after, count in sizes)
 
 
 def _repeated_dims(value: ir.Value, depth: int = 32) -> set[int]:

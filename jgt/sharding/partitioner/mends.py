@@ -22,7 +22,6 @@ from jgt.sharding.partitioner.barriers import (
     reshapes_repeated,
     reshapes_wrongly,
     shares_updates,
-    sliced_dims,
     slices_nothing,
     updates_wrongly,
 )
@@ -60,14 +59,9 @@ class Mend:
     apply: Callable[[ir.Operation], None]
 
 
-def has_mends(name: str) -> bool:
-    """Whether operations of this name may need mends."""
-    return name in _MENDS
-
-
 def mends_for(op: ir.Operation, platform: str) -> list[Mend]:
     """The mends that an operation needs in some layout on a platform."""
-    return [mend for mend in _MENDS.get(op.name, ()) if (platform == "cpu" or not mend.on_cpu) and mend.concerns(op)]
+    return [mend for mend in MENDS.get(op.name, ()) if (platform == "cpu" or not mend.on_cpu) and mend.concerns(op)]
 
 
 _CLAMP = Mend(
@@ -117,7 +111,7 @@ _FORGET = Mend(
 _SLICE = Mend(
     fault="takes the whole array for a slice of which each device has as many elements",
     form="the operand behind a barrier",
-    concerns=lambda op: bool(sliced_dims(op)),
+    concerns=lambda op: op.operands[0].type != op.results[0].type,
     is_wrong=slices_nothing,
     apply=hold_operands,
 )
@@ -133,7 +127,7 @@ _NANS = {
     )
     for name, is_wrong in (("reduce", loses_nans), ("scatter", shares_updates))
 }
-_MENDS: dict[str, tuple[Mend, ...]] = {
+MENDS: dict[str, tuple[Mend, ...]] = {
     "stablehlo.dynamic_slice": (_CLAMP, _SLICE),
     "stablehlo.dynamic_update_slice": (_CLAMP, _COPY),
     "stablehlo.gather": (_CLAMP_INDICES, _CLAMP_ROWS),

@@ -12,7 +12,7 @@ from jaxlib.mlir.dialects import sdy
 from jgt.sharding.partitioner.dims import READERS
 from jgt.sharding.partitioner.faults import better_layouts
 from jgt.sharding.partitioner.grid import AxisGrid, Splits
-from jgt.sharding.partitioner.mends import Mend, has_mends, mends_for
+from jgt.sharding.partitioner.mends import MENDS, Mend, mends_for
 from jgt.sharding.partitioner.shardy import NUMBER, choose_layouts, inline_calls, meshes_of, operations, sharding_of, type_shape
 
 
@@ -42,7 +42,7 @@ class MendedOperation:
 
 def readable(module: ir.Module | ir.Operation) -> list[ir.Operation]:
     """The operations of a module that are read, in a fixed order."""
-    return [op for op in operations(module) if op.name in READERS or has_mends(op.name)]
+    return [op for op in operations(module) if op.name in READERS or op.name in MENDS]
 
 
 def may_have_faults(module: ir.Module, platform: str) -> bool:

@@ -145,6 +145,7 @@ def test_draws_are_the_same_on_any_mesh(layout):
 @pytest.mark.slow
 def test_a_step_gathers_no_weights():
     batch, (made, (params, variables)) = batch_of("llama3", "fsdp", rows=8), model_of("llama3", "fsdp")
+    batch.admit([TextRequest(tokens=[1], limit=2, sampling=GREEDY)] * 8)
     text = made.write.lower(params, variables, batch._state, batch._settings).compile().as_text()
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
     # What a step gathers are the tokens that it has drawn.
@@ -189,6 +190,36 @@ def test_request_ends():
     batch.admit([request])
     batch.release(request)
     assert batch.num_free == 2
+
+
+def test_a_step_computes_the_rows_in_use():
+    prompts, expected = prompts_of("llama3")
+    batch, limits = batch_of("llama3", rows=7), (12, 2, 2, 2, 2)
+    requests = [TextRequest(tokens=prompts[n], limit=limit, sampling=GREEDY) for n, limit in enumerate(limits)]
+    made, sizes = batch.admit(requests[:1]), []
+    while batch.is_busy:
+        # One row alone, then five of them in seven, and the first one alone again, which has moved twice.
+        made += [*(batch.admit(requests[1:]) if len(sizes) == 2 else []), *batch.step()]
+        sizes.append(batch._settings.seed.size)
+    assert sizes == [1, 1, 7, *[1] * 8]
+    for request, tokens in zip(requests, expected, strict=False):
+        assert [token.token for token in made if token.request is request] == tokens[: request.limit]
+
+
+def test_requests_of_one_length_join_together():
+    batch = batch_of("llama3", rows=4)
+    short, long = [[TextRequest(tokens=[1] * size, limit=2, sampling=GREEDY) for _ in range(4)] for size in (10, 40)]
+    assert batch.joining([]) == []
+    assert batch.joining([short[0], long[0], short[1], long[1], short[2]]) == short[:2]
+    batch.admit(long[:2])
+    assert batch.joining([long[2], *short]) == long[2:3]
+
+
+def test_texts_are_padded_by_less_than_a_quarter():
+    caching = caching_of(ModelConfig(layers=1, embed=8, heads=1, vocab=8, seq=1000), has_cache=False)
+    assert [caching.padded(n) for n in (1, 16, 17, 100, 129, 448, 449, 900, 1000)] == [16, 16, 32, 112, 160, 448, 512, 1000, 1000]
+    assert all(n <= caching.padded(n) < 1.25 * n + 16 for n in range(1, 1001))
+    assert len({caching.padded(n) for n in range(1, 1001)}) == 20
 
 
 # -- models of the user's own --------------------------------------------------------------------------------------

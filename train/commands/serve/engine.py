@@ -1,8 +1,8 @@
 """The engine: one thread owns the model and its batch, and answers the requests of all clients together.
 
 Clients hand in tickets from other threads. Between two tokens of the batch, tickets that wait take free rows, and tickets of clients that
-have left give theirs back. Only as many join at a time as one reading of texts can take, so that a burst of new requests does not delay
-those that are being answered.
+have left give theirs back. Those join together whose texts are about as long, as many as one reading of texts can take: so a burst of new
+requests is read at once, and delays those that are being answered by no more than that reading.
 """
 
 from __future__ import annotations
@@ -131,8 +131,9 @@ class Engine:
                 self._writer.release(ticket.request)
                 self._answered.pop(ticket.request, None)
             self._left.clear()
-            count = min(len(self._waiting), self._writer.batch.num_free, self._writer.batch.shards)
-            joining = [self._waiting.popleft() for _ in range(count)]
+            requests = self._writer.batch.joining([ticket.request for ticket in self._waiting])
+            joining = [ticket for ticket in self._waiting if ticket.request in requests]
+            self._waiting = deque(ticket for ticket in self._waiting if ticket not in joining)
             self._answered |= {ticket.request: ticket for ticket in joining}
             return joining
 
