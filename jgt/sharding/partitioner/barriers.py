@@ -95,9 +95,13 @@ def hold_sources(op: ir.Operation) -> None:
 
 
 def slices_nothing(op: ir.Operation, layouts: Sequence[Splits]) -> bool:
-    """Whether devices have as many elements of a sliced dim as before. XLA then takes the array for the slice if it has moved it already."""
-    sizes = zip(type_shape(op.operands[0]), type_shape(op.results[0]), map(count_parts, layouts[0]), strict=True)
-    return any(before != after and count > 1 and -(-before // count) == -(-after // count) for before, after, count in sizes)
+    """Whether a slice has the beginning of a dim, and devices as many elements as before.
+
+    XLA then takes the whole array for the slice, if it has moved that to another layout already.
+    """
+    starts = ir.DenseI64ArrayAttr(op.attributes["start_indices"]) if op.name == "stablehlo.slice" else [0] * len(layouts[0])
+    sizes = zip(starts, type_shape(op.operands[0]), type_shape(op.results[0]), map(count_parts, layouts[0]), strict=True)
+    return any(not start and before != after and n > 1 and -(-before // n) == -(-after // n) for start, before, after, n in sizes)
 
 
 def _repeated_dims(value: ir.Value, depth: int = 32) -> set[int]:

@@ -14,28 +14,9 @@ from dataclasses import dataclass
 
 from jaxlib.mlir import ir
 
-from jgt.sharding.partitioner.barriers import (
-    copies_itself,
-    has_one_window,
-    hold_operands,
-    hold_sources,
-    reshapes_repeated,
-    reshapes_wrongly,
-    shares_updates,
-    slices_nothing,
-    updates_wrongly,
-)
+from jgt.sharding.partitioner import barriers, windows
 from jgt.sharding.partitioner.grid import Splits
 from jgt.sharding.partitioner.nans import add_flags, keeps_extremes, loses_nans
-from jgt.sharding.partitioner.windows import (
-    clamp_indices,
-    clamp_starts,
-    far_starts,
-    has_one_row,
-    has_rows_of_windows,
-    has_windows,
-    starts_wrongly,
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,53 +48,53 @@ def mends_for(op: ir.Operation, platform: str) -> list[Mend]:
 _CLAMP = Mend(
     fault="reads or writes elsewhere if the start is outside of the array",
     form="a start that is clamped first",
-    concerns=lambda op: bool(far_starts(op)),
-    is_wrong=starts_wrongly,
-    apply=clamp_starts,
+    concerns=lambda op: bool(windows.far_starts(op)),
+    is_wrong=windows.starts_wrongly,
+    apply=windows.clamp_starts,
 )
 _CLAMP_INDICES = Mend(
     fault="reads elsewhere if a window begins outside of the array",
     form="indices that are clamped first",
-    concerns=has_windows,
+    concerns=windows.has_windows,
     is_wrong=lambda op, layouts: True,
-    apply=clamp_indices,
+    apply=windows.clamp_indices,
 )
 _CLAMP_ROWS = Mend(
     fault="reads elsewhere if an index is outside of a window that was cut out before",
     form="indices that are clamped first",
-    concerns=has_rows_of_windows,
-    is_wrong=has_one_row,
-    apply=clamp_indices,
+    concerns=windows.has_rows_of_windows,
+    is_wrong=windows.has_one_row,
+    apply=windows.clamp_indices,
 )
 _HOLD = Mend(
     fault="reads another row where it updates one row of a split dim",
     form="the operand behind a barrier",
     on_cpu=True,
-    concerns=has_one_window,
-    is_wrong=updates_wrongly,
-    apply=hold_operands,
+    concerns=barriers.has_one_window,
+    is_wrong=barriers.updates_wrongly,
+    apply=barriers.hold_operands,
 )
 _COPY = Mend(
     fault="overwrites rows that it has not read yet where an array is updated with a part of itself",
     form="the part of an array behind a barrier",
     on_cpu=True,
-    concerns=copies_itself,
+    concerns=barriers.copies_itself,
     is_wrong=lambda op, layouts: any(layouts[0]),
-    apply=hold_sources,
+    apply=barriers.hold_sources,
 )
 _FORGET = Mend(
     fault="takes a dim of which each device has one element for one that was broadcast, and does not permute it",
     form="the operand behind a barrier",
-    concerns=reshapes_repeated,
-    is_wrong=reshapes_wrongly,
-    apply=hold_operands,
+    concerns=barriers.reshapes_repeated,
+    is_wrong=barriers.reshapes_wrongly,
+    apply=barriers.hold_operands,
 )
 _SLICE = Mend(
     fault="takes the whole array for a slice of which each device has as many elements",
     form="the operand behind a barrier",
-    concerns=lambda op: op.operands[0].type != op.results[0].type,
-    is_wrong=slices_nothing,
-    apply=hold_operands,
+    concerns=lambda op: op.name == "stablehlo.slice" or not windows.far_starts(op),
+    is_wrong=barriers.slices_nothing,
+    apply=barriers.hold_operands,
 )
 _NANS = {
     name: Mend(
@@ -125,7 +106,7 @@ _NANS = {
         is_wrong=is_wrong,
         apply=add_flags,
     )
-    for name, is_wrong in (("reduce", loses_nans), ("scatter", shares_updates))
+    for name, is_wrong in (("reduce", loses_nans), ("scatter", barriers.shares_updates))
 }
 MENDS: dict[str, tuple[Mend, ...]] = {
     "stablehlo.dynamic_slice": (_CLAMP, _SLICE),
