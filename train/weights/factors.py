@@ -22,7 +22,7 @@ from .adapters import BASE, FACTOR, TENSORS, Peft
 from .contents import has_identity
 from .foreign import first, inside, read_json
 from .names import Shape, Source
-from .safetensors import PARAMETERS, Folder, Tensor, open_folder
+from .safetensors import PARAMETERS, Folder, Tensor, check_finite, open_folder
 
 _MOST_BYTES = 1 << 16
 
@@ -108,6 +108,10 @@ def _read(peft: Peft, folder: Folder, site: Site, scale: float) -> tuple[np.ndar
     for place, module in site.modules():
         if module in peft.modules:
             rank, factor = peft.modules[module]
-            a[place][:, :rank] = folder.read(FACTOR.format(module=module, factor="A")).T
-            b[place][:rank] = folder.read(FACTOR.format(module=module, factor="B"))[list(site.outputs)].T * np.float32(factor / scale)
+            parts = {name: folder.read(name) for name in (FACTOR.format(module=module, factor=one) for one in "AB")}
+            for name, part in parts.items():
+                check_finite(part, peft.file, name)
+            into, out = parts.values()
+            a[place][:, :rank] = into.T
+            b[place][:rank] = out[list(site.outputs)].T * np.float32(factor / scale)
     return a, b

@@ -27,7 +27,7 @@ from .families.family import LLAMA
 from .foreign import first
 from .four_bits import FourBits
 from .names import Shape, Source, folder_names, misfits, sources_of, tensors_of
-from .safetensors import Folder, open_folder
+from .safetensors import Folder, check_finite, open_folder
 
 # The elements that are compared at once.
 _PART = 1 << 22
@@ -86,15 +86,18 @@ class Files:
         return _sharded(tuple(x.shape), sharding, read_packed if x.dtype == np.uint8 else read)
 
     def _read(self, source: Source, spans: tuple[range, ...], dtype: Any) -> np.ndarray[Any, Any]:
-        """One shard: the elements of a parameter in these ranges of its dims."""
+        """One shard: the elements of a parameter in these ranges of its dims. Raises InputError for NaN and infinite ones."""
         stacked, inner = spans[: source.num_stacked], spans[source.num_stacked :]
         cuts = [[*(slice(one.start, one.stop) for one in inner[:-1]), run] for run, _ in source.runs(inner[-1])]
         made = np.empty([len(span) for span in spans], dtype)
         for place in np.ndindex(*(len(span) for span in stacked)):
             name = self.names[source.at([span[n] for span, n in zip(stacked, place, strict=True)])]
-            parts = [self.stored.read(name, source.turned(cut)) for cut in cuts]
+            # A product with a damaged scale may be none.
+            with np.errstate(over="ignore", invalid="ignore"):
+                parts = [self.stored.read(name, source.turned(cut)) for cut in cuts]
             parts = [part.swapaxes(-1, -2) if source.is_transposed else part for part in parts]
             made[place] = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+            check_finite(made[place], self.folder.path, name)
         return made
 
 

@@ -103,6 +103,13 @@ class Folder:
         return part
 
 
+def check_finite(part: np.ndarray, file: Path, name: str) -> None:
+    """Raises InputError for a part of a tensor with numbers that no training goes on from."""
+    if not np.isfinite(part).all():
+        why = "has NaN or infinite numbers: its file is damaged, or its training had failed"
+        raise InputError([f"{file}: {name}: {why}. Take another copy, or another model"])
+
+
 def spans(tensor: Tensor, slices: Sequence[slice]) -> list[range]:
     """The elements of a part in each dim. slices: as for `Folder.read`."""
     cuts = (*slices, *(slice(None) for _ in tensor.shape[len(slices) :]))

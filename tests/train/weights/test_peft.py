@@ -219,6 +219,13 @@ def test_adapters_of_other_models_are_refused(tmp_path):
         read("llama", deeper)
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_numbers_that_are_not_finite_are_refused_as_they_are_read(value, tmp_path):
+    folder = forged(tmp_path / "adapter", lambda _, tensors: tensors[B].__setitem__((1, 2), value))
+    with pytest.raises(InputError, match=rf"{TENSORS}: {B}: has NaN or infinite numbers"):
+        read("llama", folder)
+
+
 def test_the_command_refuses_with_code_2(tmp_path, capsys):
     folder = forged(tmp_path / "adapter", change(use_dora=True))
     assert generate.main([str(MODELS / "llama"), "--adapter", str(folder), "--prompt", "a"]) == 2
