@@ -1,16 +1,22 @@
-"""The table of families in docs/weights.md, from the rows of families.py and the config.json of each golden folder.
+"""Writes the tables of families and of other architectures in docs/weights.md.
 
-python tests/train/weights/families_table.py      prints it
+python tests/train/weights/families_table.py
+
+They come from the rows of families.py, the config.json of each golden folder, and the reasons in unsupported.py. A table stands between two
+comments, of which the first one names it.
 """
 
 import dataclasses
+import re
 from pathlib import Path
 
 from train.models.options import Options
 from train.weights.described import published
 from train.weights.families.families import FAMILIES
+from train.weights.families.unsupported import LACKING
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "weights"
+PAGE = Path(__file__).parents[3] / "docs" / "weights.md"
 MODELS = {
     "llama": "Llama 1, 2, 3, 3.1, 3.2, 3.3",
     "mistral": "Mistral",
@@ -71,11 +77,30 @@ def options_of(kind):
     return ", ".join(f"`{name}: {value}`" if isinstance(value, str) else f"`{name}`" for name, value in sorted(shown.items()))
 
 
-def table():
-    """The table in Markdown."""
+def families():
+    """The table of what is read."""
     rows = [f"| {MODELS[kind]} | `{kind}` | {options_of(kind)} |" for kind in FAMILIES]
     return "\n".join(["| models | `model_type` | options |", "|---|---|---|", *rows])
 
 
+def others():
+    """The table of what is not read, and why."""
+    rows = [f"| {', '.join(f'`{kind}`' for kind in kinds.split())} | {what} |" for what, kinds in LACKING.items()]
+    return "\n".join(["| `model_type` | what jgt does not have |", "|---|---|", *rows])
+
+
+TABLES = {"families": families, "others": others}
+
+
+def with_tables(page):
+    """The page with its tables."""
+    return re.sub(
+        r"(<!-- table: (\w+) -->\n\n).*?(\n\n<!-- end of table -->)",
+        lambda found: found[1] + TABLES[found[2]]() + found[3],
+        page,
+        flags=re.DOTALL,
+    )
+
+
 if __name__ == "__main__":
-    print(table())
+    PAGE.write_text(with_tables(PAGE.read_text()))

@@ -16,7 +16,7 @@ QUANT_CONFIG = "hf_quant_config.json"
 """The file by which modelopt says how the tensors of a folder are quantised, also where config.json says nothing."""
 UNQUANTISED = "the model that they were made from: `model.base_dtype: nf4` quantises its matrices here"
 """The remedy for files that are quantised."""
-_LACKING: Mapping[str, str] = {
+LACKING: Mapping[str, str] = {
     "chunked attention, and experts whose input is scaled": "llama4 llama4_text",
     "experts with a router of their own, with dense layers or shared experts": "bailing_moe dbrx ernie4_5_moe flex_olmo granitemoe "
     "granitemoeshared hunyuan_v1_moe phimoe solar_open step3p5 step3p7",
@@ -37,7 +37,7 @@ def why_unsupported(kind: str, families: Iterable[str]) -> str:
     """The rest of a message about a `model_type` that none of the families has."""
     known = list(families)
     allowed = f"Supported: {', '.join(known)}"
-    if lacking := [what for what, kinds in _LACKING.items() if kind in kinds.split()]:
+    if lacking := [what for what, kinds in LACKING.items() if kind in kinds.split()]:
         return f" is an architecture that jgt does not have: {lacking[0]}. {allowed}"
     # The digits tell one generation from another, the first letter one laboratory, and what is longer than a slip is another architecture.
     close = [name for name in known if (name[0], _digits(name)) == (kind[:1], _digits(kind)) and abs(len(name) - len(kind)) < 2]
