@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 import typing
-from importlib.util import find_spec
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import jax
@@ -33,7 +33,6 @@ from jgt.rules.load import RulesFile
 from jgt.schedule import custom, schedules
 from jgt.schedule.__main__ import parser as schedule_parser
 from jgt.schedule.simulate import number_text, simulate
-from train.__main__ import parser as train_parser
 from train.config import Config
 from train.data import config as data_config
 from train.data import documents as data_documents
@@ -46,9 +45,20 @@ from train.processes.connect import MAX_VIRTUAL_CPU
 from train.settings import sections
 
 ROOT = Path(__file__).parent.parent
+command_tables = module_from_spec(spec := spec_from_file_location("command_tables", ROOT / "docs" / "command_tables.py"))
+spec.loader.exec_module(command_tables)
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-README, RULES, TRAINING, PYTHON, SCHEDULES = (
-    ROOT / name for name in ("README.md", "docs/rules.md", "docs/training.md", "docs/python.md", "docs/schedules.md")
+README, FIRST, COMMANDS, RULES, TRAINING, PYTHON, SCHEDULES = (
+    ROOT / name
+    for name in (
+        "README.md",
+        "docs/first-run.md",
+        "docs/commands.md",
+        "docs/rules.md",
+        "docs/training.md",
+        "docs/python.md",
+        "docs/schedules.md",
+    )
 )
 SECTIONS = {name: type(value) for name, value in vars(Config()).items() if dataclasses.is_dataclass(value)}
 SHIPPED = sorted((ROOT / "configs/rules").glob("*.yaml"))
@@ -84,14 +94,26 @@ def rows(text):
 # -- examples ----------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_example_runs(tmp_path, monkeypatch, capsys):
-    (tmp_path / "rules.yaml").write_text(blocks(README, "yaml")[0])
+def test_the_first_example_runs(tmp_path, monkeypatch, capsys):
+    (tmp_path / "rules.yaml").write_text(blocks(FIRST, "yaml")[0])
     monkeypatch.chdir(tmp_path)
-    (example,) = blocks(README, "python")
-    exec(compile(example, "README.md", "exec"), {})
+    (example,) = blocks(FIRST, "python")
+    exec(compile(example, "docs/first-run.md", "exec"), {})
     loss, spec = capsys.readouterr().out.split(maxsplit=1)
     assert 0 < float(loss) < 1
-    assert f"`{spec.strip()}`" in README.read_text()
+    assert f"`{spec.strip()}`" in FIRST.read_text()
+
+
+def test_the_model_of_the_readme_is_sharded_by_the_rules_that_it_names():
+    (example,) = blocks(README, "python")
+    exec(compile(example, "README.md", "exec"), names := {})
+    model, x = names["MLP"](), jax.random.normal(jax.random.key(1), (16, 256))
+    params = model.init(jax.random.key(0), x)
+    mesh = jgt.make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    loss = lambda params, x: (model.apply(params, x) ** 2).mean()  # noqa: E731
+    sharded = jgt.shard(loss, "jgt:fsdp_tensor", mesh)
+    assert float(jax.jit(sharded)(params, x)) == pytest.approx(float(loss(params, x)), rel=1e-5)
+    assert "tensor" in jgt.place(loss, "jgt:fsdp_tensor", mesh, params, x).params["params"]["up"]["kernel"].spec
 
 
 def test_the_examples_of_the_python_page_run(monkeypatch):
@@ -158,6 +180,7 @@ def test_no_python_stands_elsewhere():
     """Each page with Python has a test that runs it."""
     assert {page for page in PAGES if blocks(page, "python")} == {
         README,
+        FIRST,
         PYTHON,
         NOTEBOOK,
         OWN,
@@ -192,8 +215,12 @@ def test_the_rules_in_the_text_load(tmp_path):
     assert "head" not in [rule.pattern for rule in rules.signals]
 
 
-def test_the_readme_shows_the_quickstart():
-    shown = document.parse(blocks(README, "yaml")[1], "README.md").plain()
+def test_the_rules_of_the_readme_are_those_that_are_shipped():
+    assert blocks(README, "yaml")[0].strip() in (ROOT / "configs/rules/fsdp_tensor.yaml").read_text()
+
+
+def test_the_quickstart_is_shown():
+    shown = document.parse(blocks(FIRST, "yaml")[1], "docs/first-run.md").plain()
     assert shown == document.read(ROOT / "configs/quickstart.yaml").plain()
 
 
@@ -585,13 +612,10 @@ def test_every_key_of_the_rules_stands_there():
         assert f"`{action}`" in text
 
 
-def test_every_command_stands_in_the_readme():
-    assert all(f"`jgt {name} " in section(README, "## Commands") for name in find_commands())
-
-
-def test_every_flag_stands_in_the_readme():
-    flags = [option for action in train_parser()._actions for option in action.option_strings if option not in ("-h", "--help")]
-    assert all(flag in README.read_text() for flag in flags)
+def test_every_command_has_a_row_and_all_its_flags():
+    text, before = COMMANDS.read_text(), COMMANDS.read_text().split("## All flags")[0]
+    assert all(f"`jgt {name} " in before for name in find_commands())
+    assert command_tables.with_flags(text) == text, "run: python docs/command_tables.py"
 
 
 # -- files -------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ MISTAKES = {
     "train rum.yaml": "rum.yaml: cannot be read: No such file or directory. Did you mean 'run.yaml'?",
     "train run.yaml --train.steps 5": "An override of the run's file has no dashes: train.steps=VALUE",
     "launch --processes 2 run.yaml": "'run.yaml' cannot be given here. Write jgt launch --processes N [",
-    "tune run.yaml": "there is no command 'tune'. Known: train, launch, top, report, trace, plot, compare, check, verify, ",
+    "tune run.yaml": "there is no command 'tune'. Known: init, train, launch, doctor, top, metrics, report, ",
     "export runs/first": "the following arguments are required: OUT. `jgt export --help` lists all flags",
     "generate runs/first": "give prompts with --prompt or --prompts, or --chat to type them",
     "generate runs/first --prompt hi --temperature -1": "generate.temperature: -1.0 is too small; it must be at least 0",
@@ -103,7 +103,6 @@ MISTAKES = {
     "schedule 1F1B --stages 4 --microbatches 8": "there is no schedule '1F1B'. Did you mean '1f1b'?",
     "plan run.yaml --target h100:8": "how many GPUs on each: h100:8x8 is 8 hosts with 8 GPUs each, and h100:1x8 one",
     "plan run.yaml --target mi300x:1x8": "such as h100:8x8, or describe another chip: --chip FILE (docs/plan.md)",
-    "plan run.yaml --target h100:1x8 --tokens 15T": "--tokens needs --search. A plan of one layout has the tokens/s",
 }
 
 

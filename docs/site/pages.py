@@ -7,7 +7,6 @@ repository. Here each such file becomes a page, so that the site has everything 
 from __future__ import annotations
 
 import json
-import os
 import posixpath
 import re
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import jgt
-from jgt.command.commands import find_commands
 
 ROOT = Path(__file__).parent.parent.parent
 FRONT = {"README.md": "overview.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -197,17 +195,6 @@ def kind(schema: dict[str, Any]) -> str:
     return names.get(name, name) + (limits if name in ("integer", "number") else "")
 
 
-def commands_page() -> str:
-    """The help of each command."""
-    os.environ["COLUMNS"] = "98"
-    text = ["# Commands\n\n[What each command is for](../overview.md#commands), with examples. Here is the help of each.\n"]
-    for name, command in find_commands().items():
-        text.append(f"## jgt {name}\n\n{command.purpose[0].upper()}{command.purpose[1:]}.\n")
-        if parser := command.parser():
-            text.append(f"```text\n{parser.format_help().rstrip()}\n```\n")
-    return "\n".join(text)
-
-
 def api_page() -> str:
     """Every public name of jgt, what `jgt.run` and `jgt.load` return, and the functions of `jgt.signal`, from their docstrings."""
     functions = [f"jgt.signal.{name}" for name in jgt.signal.__all__]
@@ -236,7 +223,6 @@ def on_files(files: Any, config: Any) -> Any:
     made["reference/run.md"] = keys_page("run", "Keys of a run file", run)
     rules = "Every key of a rules file, from its JSON Schema. [Rules](../rules.md) explains them."
     made["reference/rules.md"] = keys_page("rules", "Keys of a rules file", rules)
-    made["reference/commands.md"] = commands_page()
     made["reference/python.md"] = api_page()
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))

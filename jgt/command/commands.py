@@ -62,32 +62,46 @@ class Command:
 
 _RUN = "train the model of a run file, or resume its training"
 _LAUNCH = "run a training on several processes of this machine, and restart them"
-_OWN = {
-    "train": Command(purpose=_RUN, place=".__main__", in_process="run_process", outlives_reader=True),
-    "launch": Command(purpose=_LAUNCH, place=".launch.__main__", outlives_reader=True),
-    "top": Command(purpose="watch the processes of a run", place=".watch.top.__main__"),
-    "metrics": Command(purpose="show the numbers of runs for Prometheus: once, in a file or at a port", place=".watch.exporter.__main__"),
-    "report": Command(purpose="show where a run's wall time went", place=".watch.__main__"),
-    "trace": Command(purpose="write the whole of a run as a timeline, for Perfetto", place=".watch.__main__:trace"),
-    "plot": Command(purpose="draw metrics of runs, as a PNG or in the terminal", place=".watch.__main__:plot"),
-    "compare": Command(purpose="show what two runs differ in", place=".watch.__main__:compare"),
-    "check": Command(purpose="check the rules against the mesh and the shapes, without devices", place=".run.__main__:check"),
-    "doctor": Command(purpose="examine this machine and its devices before a run", place=".doctor.__main__"),
-    "verify": Command(purpose="show that the layout changes no number, on virtual devices", place=".run.__main__:verify"),
-    "conformance": Command(purpose="search JAX for programs that it computes wrongly over devices", place="jgt.conformance.__main__"),
-    "rules": Command(purpose="write the rules of a run, or the layout that a program has, as a rules file", place=".commands.rules:rules"),
-    "plan": Command(purpose="show what XLA does with the training step, also for GPUs that you do not have", place=".plan.__main__"),
-    "inspect": Command(purpose="show which model a folder of Hugging Face describes", place=".run.__main__:inspect"),
-    "eval": Command(purpose="evaluate a model: on held-out data, on texts or on tasks", place=".commands.evaluate"),
-    "export": Command(purpose="write the model of a run as a folder that transformers loads", place=".commands.published:export"),
-    "generate": Command(purpose="continue texts with the model of a run or a published one", place=".commands.generate"),
-    "serve": Command(purpose="serve a model by the HTTP API of OpenAI, to try it", place=".commands.serve.__main__", outlives_reader=True),
-    "calibrate": Command(purpose="measure the devices of this machine, for the times of plans", place=".plan.calibrate.__main__"),
-    "schedule": Command(purpose="show and compare pipeline schedules", place="jgt.schedule.__main__"),
-    "schema": Command(purpose="print the JSON Schema of run files or rules files, for editors", place=".config.schema"),
-    "init": Command(purpose="write a project with a model of your own", place="jgt.command.project"),
-    "completion": Command(purpose="print a script that completes commands and flags in a shell", place="jgt.command.completion"),
+GROUPS = {
+    "Train": {
+        "init": Command(purpose="write a project with a model of your own", place="jgt.command.project"),
+        "train": Command(purpose=_RUN, place=".__main__", in_process="run_process", outlives_reader=True),
+        "launch": Command(purpose=_LAUNCH, place=".launch.__main__", outlives_reader=True),
+        "doctor": Command(purpose="examine this machine and its devices before a run", place=".doctor.__main__"),
+    },
+    "Watch": {
+        "top": Command(purpose="watch the processes of a run", place=".watch.top.__main__"),
+        "metrics": Command(purpose="show the numbers of runs to Prometheus", place=".watch.exporter.__main__"),
+        "report": Command(purpose="show where a run's wall time went", place=".watch.__main__"),
+        "trace": Command(purpose="write the whole of a run as a timeline, for Perfetto", place=".watch.__main__:trace"),
+        "plot": Command(purpose="draw metrics of runs, as a PNG or in the terminal", place=".watch.__main__:plot"),
+        "compare": Command(purpose="show what two runs differ in", place=".watch.__main__:compare"),
+    },
+    "Layout": {
+        "check": Command(purpose="check the rules against the mesh and the shapes, without devices", place=".run.__main__:check"),
+        "rules": Command(purpose="write the rules of a run, or of a program with a layout, as a file", place=".commands.rules:rules"),
+        "verify": Command(purpose="show that the layout changes no number, on virtual devices", place=".run.__main__:verify"),
+        "conformance": Command(purpose="search JAX for programs that it computes wrongly over devices", place="jgt.conformance.__main__"),
+    },
+    "Plan": {
+        "plan": Command(purpose="show what XLA does with the training step, also for GPUs that you do not have", place=".plan.__main__"),
+        "calibrate": Command(purpose="measure the devices of this machine, for the times of plans", place=".plan.calibrate.__main__"),
+        "schedule": Command(purpose="show and compare pipeline schedules", place="jgt.schedule.__main__"),
+    },
+    "Models": {
+        "inspect": Command(purpose="show which model a folder of Hugging Face describes", place=".run.__main__:inspect"),
+        "generate": Command(purpose="continue texts with the model of a run or a published one", place=".commands.generate"),
+        "serve": Command(purpose="serve a model by OpenAI's HTTP API, to try it", place=".commands.serve.__main__", outlives_reader=True),
+        "eval": Command(purpose="evaluate a model: on held-out data, on texts or on tasks", place=".commands.evaluate"),
+        "export": Command(purpose="write the model of a run as a folder that transformers loads", place=".commands.published:export"),
+    },
+    "Shell and editor": {
+        "schema": Command(purpose="print the JSON Schema of run files or rules files, for editors", place=".config.schema"),
+        "completion": Command(purpose="print a script that completes commands and flags in a shell", place="jgt.command.completion"),
+    },
 }
+"""The commands by what people want."""
+_OWN = {name: command for group in GROUPS.values() for name, command in group.items()}
 
 
 def find_command(name: str) -> Command | None:
@@ -113,17 +127,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str], *, owns_process: bool) -> int:
     name = arguments[0] if arguments else ""
-    if name in ("-h", "--help"):
-        lines = [f"  {known:12} {command.purpose}" for known, command in find_commands().items()]
-        print("\n".join([_USAGE, "", "commands:", *lines, "", "jgt --version shows the versions of jgt, JAX and Python."]))
+    if name in ("", "-h", "--help"):
+        others = {name: command for name, command in find_commands().items() if name not in _OWN}
+        lines = [_USAGE]
+        for group, commands in {**GROUPS, "Of other packages": others}.items():
+            lines += ["", f"{group}:", *(f"  {known:12} {command.purpose}" for known, command in commands.items())] if commands else []
+        print("\n".join([*lines, "", "jgt --version shows the versions of jgt, JAX and Python."]))
         return 0
     if name == "--version":
         print(f"jgt {_version('jgt')} (jax {_version('jax')}, Python {python_version()})")
         return 0
     command = find_command(name)
     if command is None:
-        wrong = f"there is no command {name!r}" if name else "a command is missing"
-        print(f"jgt: {shown(wrong, quotes=False)}. {nearest(name, [*find_commands(), '--help', '--version'])}\n{_USAGE}", file=sys.stderr)
+        wrong = shown(f"there is no command {name!r}", quotes=False)
+        print(f"jgt: {wrong}. {nearest(name, [*find_commands(), '--help', '--version'])}\n{_USAGE}", file=sys.stderr)
         return 2
     return command.run(arguments[1:], owns_process=owns_process)
 

@@ -95,11 +95,17 @@ def test_output_that_cannot_be_written_is_one_line():
         assert with_output(["schema"], file) == (1, "jgt: stdout cannot be written: No space left on device\n")
 
 
-@pytest.mark.parametrize(("name", "answer"), [("tarin", "Did you mean 'train'?"), ("", "Known: train, "), ("a\nb", "Known: train, ")])
+@pytest.mark.parametrize(("name", "answer"), [("tarin", "Did you mean 'train'?"), ("a\nb", "Known: init, train, ")])
 def test_a_wrong_command(name, answer, capsys):
     assert main([name]) == 2
     line, usage = capsys.readouterr().err.splitlines()
     assert answer in line and usage.startswith("usage: jgt COMMAND")
+
+
+def test_without_a_command_all_are_shown_in_groups(capsys):
+    assert main([]) == main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "\nLayout:\n  check  " in text and all(text.count(f"\n  {name} ") == 2 for name in find_commands())
 
 
 def test_a_command_of_another_package(monkeypatch, capsys):
