@@ -2,7 +2,8 @@
 
 Read `plan.py` first: it compiles a function (`compiled.py`, for hardware in `described.py`) and calls each reader of the result once.
 `layouts.py`, `flops.py` and `needs/` read the traced program; `memory.py` and `timeline.py` read XLA's. `signals.py` and `findings.py` join
-both, and `speed.py` adds what a caller knows. `budget.py` and `view/` use a finished plan. `profile/` measures what a plan predicts.
+both, `speed.py` adds what a caller knows, and `assumptions.py` says how a plan counts. `budget.py` and `view/` use a
+finished plan. `profile/` measures what a plan predicts.
 
 These names are what the trainer uses. They load on first use, because a run's file is checked before JAX is imported.
 """

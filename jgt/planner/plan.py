@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import collections
 import importlib
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import cast
 
 import jax
 
-from jgt.command.console import amount, axes_text
+from jgt.command.console import axes_text
+from jgt.planner.assumptions import assumptions, time_caveat, time_error
 from jgt.planner.compiled import Compiled, compile_function
 from jgt.planner.findings import Finding, findings
 from jgt.planner.flops import flops
 from jgt.planner.hardware.target import Target
 from jgt.planner.hlo.collectives import Collective, collectives
-from jgt.planner.hlo.origin import EXCHANGED, full_signal
+from jgt.planner.hlo.origin import full_signal
 from jgt.planner.hlo.rematerialization import Rematerialization, rematerializations
-from jgt.planner.hlo.shares import possible_rounds
-from jgt.planner.hlo.text import Module
 from jgt.planner.layouts import Parameter, parameters_of
 from jgt.planner.memory import Memory, read_memory
 from jgt.planner.needs.formulas import Expected, expected
@@ -38,7 +36,6 @@ from jgt.planner.panels import Panel, panels
 from jgt.planner.signals import SignalRow, located, signal_rows
 from jgt.planner.speed import PipelineSchedule, Speed, Workload, speed_of
 from jgt.planner.timeline import PARTS, Timeline
-from jgt.program.scopes import PIPELINE
 from jgt.rules import Rules
 from jgt.sharding.checks import RulesLike, as_rules
 
@@ -197,8 +194,8 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
     schedule = work.schedule(mesh)
     where = None if schedule is None else schedule.where
     usage = usage_of(compiled, params)
-    sent = _of_replicas(located(collectives(module, mesh, num_devices), params, where or ""), usage.summed)
     formulas = expected(params, usage)
+    sent = located(collectives(module, mesh, num_devices), params, where or "", usage.summed)
     rows = tuple(signal_rows(params, memory, sent, walk, traced, num_devices, rules, where, timed=target is not None))
     remats = rematerializations(compiled.lines, module)
     names = {row.signal for row in rows}
@@ -215,8 +212,8 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
         flops_per_device=executed,
         model_flops_per_device=useful,
         step_time_ms=None if target is None else walk.seconds * 1e3,
-        step_time_error=_error(target, module, memory),
-        step_time_caveat=_caveat(memory),
+        step_time_error=time_error(target, module, memory),
+        step_time_caveat=time_caveat(memory),
         parts_ms={part: walk.parts[part] * 1e3 for part in PARTS if walk.parts[part]},
         speed=None if target is None or not walk.seconds else speed_of(work, target, useful, walk.seconds),
         schedule=schedule,
@@ -229,72 +226,6 @@ def read_plan(compiled: Compiled, rules: Rules | None = None, workload: Workload
         expected=formulas,
         links_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.links.items()},
         exposed_ms={axes_text(axes): seconds * 1e3 for axes, seconds in walk.exposed.items()},
-        assumptions=(*_assumptions(compiled), *_rounds(module, mesh, sent)),
+        assumptions=tuple(assumptions(compiled, module, mesh, sent)),
         seconds=compiled.seconds,
-    )
-
-
-def _of_replicas(sent: Sequence[Collective], summed: Collection[tuple[str, ...]]) -> tuple[Collective, ...]:
-    """The collectives, with the sums over the axes of replicas under their signal. XLA combines them, and may drop their names."""
-    are_sums = ("all-reduce", "reduce-scatter")
-    return tuple(replace(c, signal=EXCHANGED) if c.kind in are_sums and c.axes in summed else c for c in sent)
-
-
-def _error(target: Target | None, module: Module, memory: Memory) -> float | None:
-    """The error to expect of the step's time, by kind of layout; None if it is unknown, or if the time means nothing."""
-    if target is None or memory.fits is False:
-        return None
-    is_staged = any(PIPELINE in i.op_name for i in module.instructions())
-    return target.chip.error.get("pipeline" if is_staged else "several_hosts" if target.num_hosts > 1 else "one_host")
-
-
-def _caveat(memory: Memory) -> str:
-    if memory.fits is not False:
-        return ""
-    return (
-        "the step does not fit, and XLA scheduled it to save memory, with no collective beside a kernel. "
-        "Change the layout until it fits, then compare times"
-    )
-
-
-def _rounds(module: Module, mesh: Mapping[str, int], sent: Sequence[Collective]) -> Iterator[str]:
-    rounds = [number for i in module.instructions() if i.op == "while" and (number := possible_rounds(i.op_name)) is not None]
-    if rounds:
-        with_another = collectives(module, mesh, math.prod(mesh.values()), further_rounds=1)
-        cost = sum(c.total_bytes for c in with_another) - sum(c.total_bytes for c in sent)
-        most = f"Up to {max(rounds)} further ones" if max(rounds) else "Further ones"
-        yield (
-            f"experts: each exchange counts as one round. {most} run if a pair of devices has more rows than room. One more round of each "
-            f"exchange sends {amount(cost, 'B')} more in a step"
-        )
-
-
-def _assumptions(compiled: Compiled) -> Iterator[str]:
-    if compiled.flags:
-        yield f"XLA's flags: {', '.join(f'{name}={value}' for name, value in compiled.flags.items())}"
-    yield (
-        "FLOPs: 2 for each multiply-add of matmuls and convolutions. With a causal mask, all scores of attention count if XLA computes "
-        "them, and half of them if cuDNN does, which skips the other half"
-    )
-    yield (
-        "bytes sent: by one device, in ring algorithms. A branch counts as always taken, but a pipeline's branch as often as its schedule "
-        "takes it"
-    )
-    if not compiled.is_described:
-        yield (
-            "compiled for CPU: bf16 collectives send f32, and reduce-scatters become all-reduces. GPUs send fewer bytes, over the same axes"
-        )
-    if compiled.target is None:
-        return
-    chip = compiled.target.chip
-    power = f" at {chip.power_w:g} W" if chip.platform == "cuda" else ""
-    links = ", ".join(f"{name} at {link.gbs:g} GB/s ({link.share:.0%})" for name, link in chip.links.items())
-    yield (
-        f"{chip.name}{power}: {chip.tflops['bf16']:g} TFLOP/s in bf16 (large matmuls of a step reach "
-        f"{chip.rates.matmul['bf16'].share:.0%}), {chip.hbm_gb:g} GB of memory at {chip.hbm_gbs:g} GB/s ({chip.rates.memory.share:.0%}); "
-        f"for each device and direction {links}, and the host's memory at {chip.host_gbs:g} GB/s"
-    )
-    yield (
-        "time: a kernel takes the longer of its FLOPs and its bytes, and a collective runs beside what XLA scheduled meanwhile. This is a "
-        "prediction, not a measurement"
     )

@@ -7,13 +7,13 @@ name, `attn`. `full_signal` restores it if exactly one known signal ends so.
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jgt.command.console import axes_text
 from jgt.planner.flops import Flops
 from jgt.planner.hlo.collectives import Collective
-from jgt.planner.hlo.origin import NONE, full_signal
+from jgt.planner.hlo.origin import EXCHANGED, NONE, full_signal
 from jgt.planner.layouts import Parameter
 from jgt.planner.memory import Memory
 from jgt.planner.timeline import Cost, Walk
@@ -107,11 +107,16 @@ def signal_rows(
         )
 
 
-def located(sent: Sequence[Collective], params: Sequence[Parameter], where: str) -> tuple[Collective, ...]:
-    """The collectives, each with the line that causes it. where: file:line of the pipeline's section.
+def located(
+    sent: Sequence[Collective], params: Sequence[Parameter], where: str, summed: Collection[tuple[str, ...]]
+) -> tuple[Collective, ...]:
+    """The collectives, each with the line that causes it, and sums of replicas with their signal.
+
+    where: file:line of the pipeline's section. summed: the axes over which replicas add up what they have.
 
     Operations that a pipeline adds to the model have no line in the user's program, except the line that calls the whole step. Its section
-    causes what it sends between stages; parameters cause what it gathers and reduces.
+    causes what it sends between stages; parameters cause what it gathers and reduces. XLA combines sums of replicas, and may drop their
+    names.
     """
     # Only stages permute: the lines of these collectives are those that call the pipelined function.
     calls = {c.source for c in sent if c.signal == PIPELINE_SIGNAL and c.kind == "collective-permute"}
@@ -123,4 +128,6 @@ def located(sent: Sequence[Collective], params: Sequence[Parameter], where: str)
     def cause(c: Collective) -> str:
         return where if c.signal == PIPELINE_SIGNAL else largest[c.signal].source if c.signal in largest else ""
 
-    return tuple(replace(c, source=cause(c) or c.source) if c.source in calls else c for c in sent)
+    found = (replace(c, source=cause(c) or c.source) if c.source in calls else c for c in sent)
+    are_sums = ("all-reduce", "reduce-scatter")
+    return tuple(replace(c, signal=EXCHANGED) if c.kind in are_sums and c.axes in summed else c for c in found)
