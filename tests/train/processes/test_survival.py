@@ -217,13 +217,3 @@ def test_a_launched_run_goes_on_with_fewer_processes(command, tmp_path, pytestco
         assert processes.wait(0) == Exit.DONE
     assert [(start["processes"], start["devices"]) for start in events(tmp_path / "run", "start")] == [(2, 4), (1, 2)]
     assert max(losses(tmp_path / "run")) == 8
-
-
-@pytest.mark.slow
-def test_a_launcher_passes_signals_on(command, tmp_path, pytestconfig):
-    launch = ["-m", "train.launch", "--processes", "2", "--", *command()]
-    with Processes(tmp_path, [launch], pytestconfig.rootpath) as processes:
-        wait_for_step(tmp_path / "run", 3)
-        processes.send(0, signal.SIGTERM)
-        assert processes.wait(0, SOON) == Exit.DONE
-    assert len(Steps(tmp_path / "run" / FOLDER).listed()) == 1
