@@ -1,4 +1,4 @@
-"""What a plan assumes, in sentences, and how far its time may be off."""
+"""Sentences say what a plan assumes here, and figures how far its time may be off."""
 
 from __future__ import annotations
 

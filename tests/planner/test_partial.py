@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jgt.planner.needs.usage import PartialSum, carry
+from jgt.planner.needs.partial import PartialSum, carry
 from jgt.program import jaxpr as jx
 from jgt.program.tracing import trace
 

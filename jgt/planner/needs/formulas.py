@@ -31,7 +31,8 @@ from fractions import Fraction
 from jgt.planner.hlo.origin import NONE
 from jgt.planner.layouts import OPTIMIZER, Parameter
 from jgt.planner.needs.equations import Backend, MeshAxes, all_reduced
-from jgt.planner.needs.usage import ParameterUse, PartialSum, Usage
+from jgt.planner.needs.partial import partial_bytes
+from jgt.planner.needs.usage import ParameterUse, Usage
 from jgt.program.dims import num_parts
 
 
@@ -64,7 +65,7 @@ def expected(params: Sequence[Parameter], usage: Usage) -> tuple[Expected, ...]:
         k = num_parts(more, mesh)
         rows[OPTIMIZER, more, "parameters gathered after their update"] += (k - 1) * p.local_bytes // k
     for partial in usage.partial_sums:
-        rows[partial.signal, partial.axes, "all-reduce of partial sums"] += round(_partial_bytes(partial, mesh, backend))
+        rows[partial.signal, partial.axes, "all-reduce of partial sums"] += round(partial_bytes(partial, mesh, backend))
     # A formula over a single device gives 0.
     return tuple(Expected(signal=s, axes=a, bytes=n, formula=f) for (s, a, f), n in sorted(rows.items()) if n)
 
@@ -104,15 +105,6 @@ def _gradients(
     yield zero3, (once if use.brought.issuperset(zero3) else sent) * (n - 1) * passes, "gradients reduce-scattered"
     yield zero1, once * Fraction(k - 1, k) * passes, "gradients reduce-scattered"
     yield whole, once * all_reduced(m), "gradients all-reduced"
-
-
-def _partial_bytes(partial: PartialSum, mesh: Mapping[str, int], backend: Backend) -> Fraction:
-    """Tensor parallelism: an all-reduce is a reduce-scatter and an all-gather. A sum that stays split is gathered later, by its reader."""
-    n, passes = num_parts(partial.axes, mesh), 2
-    if partial.is_split:
-        # On a CPU the whole all-reduce runs. The recompute's gathers are counted one by one.
-        passes = (1 if backend.is_gpu else 2) + (not partial.is_again)
-    return partial.num_bytes * Fraction(passes * (n - 1), n)
 
 
 def _axes(dims: Sequence[MeshAxes]) -> frozenset[str]:

@@ -1,11 +1,8 @@
 """The uses of parameters in a traced program, and the bytes that it has to send for values in between.
 
 One walk over the traced program follows each parameter through whatever takes it alone to the matmuls and look-ups that consume
-it. It follows the partial sums of matmuls over sharded dims until something needs the whole: XLA adds two of them over the same axes first,
-a cast or a reshape leaves them partial, and a constraint that splits the result makes the sum a reduce-scatter.
-
-Counts are of one step: times the trips of loops, and the share of the ticks in which a pipeline takes the branch. Partial sums are followed
-within one program only, because XLA reduces them before they leave a loop.
+it, and the partial sums of those matmuls (`partial.py`). Counts are of one step: times the trips of loops, and the share of the ticks in
+which a pipeline takes the branch.
 """
 
 from __future__ import annotations
@@ -24,6 +21,7 @@ from jgt.planner.hlo.origin import EXCHANGED, NONE, phase_of, signal_of
 from jgt.planner.hlo.shares import replicas_of, taken_share
 from jgt.planner.layouts import Parameter, batch_axes
 from jgt.planner.needs.equations import Backend, MeshAxes, View, Views, all_reduced, contractions, into, is_gather, out_of, sent, through
+from jgt.planner.needs.partial import PartialSum, Sums, carry
 from jgt.program import jaxpr as jx
 from jgt.program.dims import Dims, num_parts, sharding_dims
 from jgt.program.equations import is_scan, outer_operands, outer_results, subprograms
@@ -33,9 +31,6 @@ from jgt.replacements.experts.exchange import weights_of
 
 _SUMS = ("reduce", "reduce_sum", "psum")
 """Primitives that add up an array over its own dims, which the partitioner may have split over devices."""
-_ADDS = ("add", "add_any")
-_KEEPS_PARTIAL = ("convert_element_type", "transpose", "reshape", "squeeze", "sharding_constraint", "name", "copy")
-"""A partial sum stays one through these; anything else needs the whole sum."""
 
 
 @dataclass(kw_only=True)
@@ -63,48 +58,6 @@ class ParameterUse:
     is_gathered: bool = False
     brought: set[str] = field(default_factory=set[str])
     held: set[str] = field(default_factory=set[str])
-
-
-@dataclass
-class PartialSum:
-    """Sums that devices along `axes` hold in parts, `num_bytes` on each device in a step.
-
-    is_again: whether it is computed in the recompute. is_split: whether a constraint splits the sum over its own axes, as sequence
-    parallelism does.
-    """
-
-    signal: str
-    axes: MeshAxes
-    num_bytes: Fraction
-    is_again: bool = False
-    is_split: bool = False
-
-
-Sums = dict[Var, tuple[PartialSum, bool]]
-"""The partial sum in a variable, and whether nothing else was added to it."""
-
-
-def carry(equation: Equation, sums: Sums, partial_sums: list[PartialSum], *, adds_first: bool) -> None:
-    """Follows a partial sum through an equation that leaves it partial, and marks one that a constraint splits.
-
-    partial_sums: all of the program. adds_first: whether XLA adds two partial sums before it reduces them.
-    """
-    kind, operands = equation.primitive.name, [sums[a] for a in equation.invars if jx.is_var(a) and a in sums]
-    if not operands or kind not in (*_ADDS, *_KEEPS_PARTIAL):
-        return
-    (first, is_alone), out = operands[0], equation.outvars[0]
-    if kind in _ADDS:
-        is_alone = len(operands) == 2 and all(alone and partial.axes == first.axes for partial, alone in operands)
-        second = operands[-1][0]
-        # Equal sums count the same, so it does not matter which of them is taken off the list.
-        if is_alone and adds_first and second is not first and second in partial_sums:
-            partial_sums.remove(second)
-    elif kind == "sharding_constraint":
-        dims = sharding_dims(equation.params["sharding"], len(jx.shape_of(out)))
-        first.is_split |= any(axis in first.axes for axes in dims for axis in axes)
-        if not is_alone:
-            return
-    sums[out] = first, is_alone
 
 
 class _Scope(NamedTuple):
