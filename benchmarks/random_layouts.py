@@ -129,6 +129,7 @@ def row_functions():
         "segments of a NaN": with_nan(lambda h: jax.ops.segment_max(h, groups, 4)),
         "update with itself": rows(lambda h: tensor(2 * h, "y").at[1:].set(tensor(2 * h, "y")[:-1])),
         "row of a window": rows(jax.vmap(lambda r: lax.dynamic_slice_in_dim(r, jnp.where(r[0] > -2, 7, 0), 2)[jnp.where(r[0] > -2, 3, 0)])),
+        "slice beside its array": rows(lambda h: tensor(h[:-1, :7], "y").sum() + (tensor(h * 3, "z") ** 2).sum() + h.at[:15].mul(h[:15])),
         "padded scatter": rows(lambda h: lax.sort_key_val(jnp.pad(h, ((0, 0), (2, 1))), jnp.pad(h, ((0, 0), (1, 2))), dimension=0)[1]),
     }
 
