@@ -53,7 +53,7 @@ class Arguments:
 
     parameters: the arrays of the first argument that are parameters, with their key paths. inputs: all other arrays: state inside the first
     argument, and the arrays of the others. Together, in this order, they are the arguments of the traced program.
-    own: the mesh that the function is written for, if one is known.
+    own: the mesh that the function is written for, if one is known. mesh: that of the rules, on which it is traced if it needs one.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class Arguments:
         kwargs: Mapping[str, Any],
         signature: Signature | None = None,
         own: AbstractMesh | None = None,
+        mesh: AbstractMesh | None = None,
     ):
-        self._fn, self._own = fn, own
+        self._fn, self._own, self._mesh = fn, own, mesh
         tree = (tuple(args), dict(kwargs))
         self._leaves, self._tree = named_leaves(tree)
         self._variables = Variables(tree)
@@ -109,7 +110,7 @@ class Arguments:
             candidates[:] = self._changed(before, after)
             return result, [after[n] for n in candidates]
 
-        program, tree, layouts = trace_own(run, self._own, self._traced_arrays(), self._typed_arrays())
+        program, tree, layouts = trace_own(run, self._own, self._traced_arrays(), self._typed_arrays(), self._mesh)
         num_results, origins = tree.num_leaves - len(candidates), list[int | None]()
         if candidates:
             # A value that went through nnx.remat or nnx.jit is another object, but the same argument of the program.
@@ -142,7 +143,7 @@ class Arguments:
             result, _, after = self._run(arrays)
             return result, [after[self._order[number]] for number in changed]
 
-        return trace_own(run, self._own, shapes, shapes)[0]
+        return trace_own(run, self._own, shapes, shapes, self._mesh)[0]
 
     def store(self, changed: Sequence[int], values: Sequence[Any]) -> None:
         """Stores the new values of arrays, by number, in the variables of the caller that they belong to."""

@@ -215,7 +215,7 @@ class Sharded(Generic[_P, _R]):
 
     def _arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Arguments:
         own = self._own or own_mesh(None) or next(filter(None, map(explicit_mesh_of, jax.tree.leaves((args, kwargs)))), None)
-        return Arguments(self._fn, args, kwargs, self._signature, own)
+        return Arguments(self._fn, args, kwargs, self._signature, own, self._mesh.abstract_mesh)
 
     def _plan(self, arguments: Arguments) -> PlannedCall:
         key = arguments.key()

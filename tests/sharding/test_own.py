@@ -359,3 +359,35 @@ def test_a_plan_of_an_explicit_program_is_of_the_program_itself_on_any_devices()
     bytes_sent = [sorted((c.kind, c.total_bytes) for c in plan.collectives) for plan in plans]
     assert bytes_sent[0] == bytes_sent[1]
     assert {kind for kind, _ in bytes_sent[0]} == {"all-reduce"}
+
+
+@jax.custom_vjp
+def backward_asks(x):
+    return x * x
+
+
+backward_asks.defvjp(lambda x: (x * x, x), lambda x, cotangent: (jax.lax.with_sharding_constraint(2 * x * cotangent, P("data", "tensor")),))
+
+
+def forward_asks(x):
+    return jax.lax.with_sharding_constraint(x * x, P("data", "tensor"))
+
+
+@pytest.mark.parametrize("squares", [backward_asks, forward_asks])
+def test_specs_without_a_mesh_are_on_the_mesh_that_is_set_or_else_that_of_the_rules(squares):
+    params, rules = {"w": PARAMS["up"][0]}, {"inputs": ["data", None], "default": "replicate"}
+
+    def loss(params, x):
+        return jnp.sum(squares(jax.checkpoint(lambda x: x @ params["w"])(x)))
+
+    with jax.set_mesh(AUTO):
+        expected = values(loss, params, PARAMS["table"])
+        sharded, elsewhere = jgt.shard(loss, rules, AUTO), jgt.shard(loss, {"default": "replicate"}, OTHER)
+        equal(values(sharded, params, PARAMS["table"]), expected)
+        assert "spec=P('data', 'tensor')" not in str(jax.make_jaxpr(jax.grad(sharded))(params, PARAMS["table"]))
+        on_other = elsewhere.placement(params, PARAMS["table"])
+    assert on_other.mesh == OTHER
+    if squares is forward_asks:
+        equal(values(jgt.shard(loss, rules, AUTO), params, PARAMS["table"]), expected)
+        with pytest.raises(RuntimeError, match="non-empty mesh"):
+            jgt.shard(loss, {"default": "replicate"}, OTHER)(params, PARAMS["table"])

@@ -24,17 +24,32 @@ from jgt.sharding.own.layout import OwnLayout, equations, requests_of
 
 
 def trace_own(
-    fn: Callable[..., Any], own: AbstractMesh | None, arrays: Sequence[Any], typed: Sequence[Any]
+    fn: Callable[..., Any], own: AbstractMesh | None, arrays: Sequence[Any], typed: Sequence[Any], mesh: AbstractMesh | None = None
 ) -> tuple[Program, Any, tuple[OwnLayout, ...]]:
     """Traces a function without its own layout. Returns its program, the tree of its outputs, and what was erased.
 
     own: the mesh that it is written for, if one is known. arrays: the arguments without shardings. typed: with those that they have on it.
+    mesh: what it is written for if no other mesh is known and it names axes.
     """
     if own is None or not own.explicit_axes:
-        program, tree = trace_as_it_is(fn, own, arrays)
-        erased, layouts = _erase(program) if any(map(_asks, equations(program))) else (program, ())
+        try:
+            program, tree = trace_as_it_is(fn, own, arrays)
+        # JAX's error for a PartitionSpec where no mesh is set.
+        except RuntimeError as error:
+            if own is not None or mesh is None:
+                raise
+            own = mesh
+            try:
+                program, tree = trace_as_it_is(fn, own, arrays)
+            # It is written for other axes. The first error says what is missing.
+            except ValueError:
+                raise error from None
+        if not any(_asks(e) or (own is not None and "bwd" in e.params) for e in equations(program)):
+            return program, tree, ()
+        around: Around = contextlib.nullcontext if own is None else functools.partial(under_mesh, own)
+        erased, layouts = _erase(program, around)
         return erased, tree, layouts
-    around: Around = functools.partial(one_device, own)
+    around = functools.partial(one_device, own)
     try:
         # On one device no type names an axis, so arguments of any layout fit.
         with around():
@@ -52,7 +67,7 @@ def trace_own(
     return erased, tree, layouts
 
 
-def _erase(program: Program, around: Around = contextlib.nullcontext) -> tuple[Program, tuple[OwnLayout, ...]]:
+def _erase(program: Program, around: Around) -> tuple[Program, tuple[OwnLayout, ...]]:
     # Loaded with the first program that has a layout.
     return importlib.import_module("jgt.sharding.own.erase").erase(program, around)
 
