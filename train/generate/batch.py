@@ -88,7 +88,7 @@ class TextBatch:
         return any(self._rows)
 
     def joining(self, waiting: Sequence[TextRequest]) -> list[TextRequest]:
-        """Of requests that wait, those to admit next: of as many as there are free rows, the first and others of about its length."""
+        """Picks the waiting requests to admit next: of as many as there are free rows, the first and others of about its length."""
         lengths = [(request, self._programs.caching.padded(len(request.tokens))) for request in waiting[: self.num_free]]
         alike = [request for request, length in lengths if length == lengths[0][1]]
         return alike[: max(_MOST_READ // lengths[0][1], self._shards)] if alike else []
