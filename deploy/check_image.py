@@ -105,6 +105,8 @@ def main() -> int:
     parser.add_argument("--bind", action="append", default=[], metavar="PATH", help="a path of this machine that is there, too, read-only")
     arguments = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="jgt-image-"))
+    # Other users of the image have to enter it.
+    root.chmod(0o755)
     image = Image(root, dict(pair.split("=", 1) for pair in arguments.arg), arguments.bind)
     try:
         for line in lines_of(ROOT / "deploy" / "Dockerfile"):

@@ -11,6 +11,9 @@ import yaml
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SPECIAL = ("<pad>", "<s>", "</s>")
 LETTERS = f"{string.ascii_lowercase} {string.digits}{string.ascii_uppercase[:24]}"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }} {{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+)
 ANSWERS = GOLDENS / "evaluate.json"
 """What lm_eval's own model `hf` answers: results by task, and each question with its answer. `make_goldens.py` beside the tests made it."""
 
@@ -37,6 +40,7 @@ def write_model(folder: Path, model: str = "llama3") -> Path:
     (folder / "tokenizer.json").write_text(json.dumps(described))
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     return folder
 
 

@@ -56,6 +56,7 @@ def parser() -> CommandParser:
     parser.add_argument("--include", metavar="DIR", help="a folder with more tasks, as YAML files")
     parser.add_argument("--limit", type=whole_number(), metavar="N", help="the first N documents of each task only")
     parser.add_argument("--fewshot", type=whole_number(0), metavar="N", help="the examples in front of each question (the task's own)")
+    parser.add_argument("--chat", action="store_true", help="questions of tasks are messages of a chat, by the model's chat template")
     out = "the folder for the results of tasks and for answers, which the next call does not compute again (evaluations)"
     parser.add_argument("--out", default="evaluations", metavar="DIR", help=out)
     parser.add_argument("--mesh", metavar="AXIS=N,...", help="the mesh, such as fsdp=4,tensor=2 (the run's; one device for a folder)")
@@ -113,7 +114,7 @@ def _results(arguments: argparse.Namespace, mesh: Mapping[str, int] | None) -> t
 
 
 def _tasks(arguments: argparse.Namespace) -> EvalConfig:
-    names, examples = arguments.tasks.split(","), {"limit": arguments.limit, "fewshot": arguments.fewshot}
+    names, examples = arguments.tasks.split(","), {"limit": arguments.limit, "fewshot": arguments.fewshot, "chat": arguments.chat}
     return EvalConfig(tasks=tuple(names), include=arguments.include, **examples)
 
 

@@ -30,6 +30,7 @@ from lm_eval.utils import handle_non_serializable, make_table
 from jgt.document import InputError, nearest
 
 from ..files.streams import say
+from ..generate.chat import Chat
 from ..generate.generate import Generator
 from ..generate.loaded import Loaded
 from ..settings.sampling import EvalConfig
@@ -66,6 +67,8 @@ class Tasks:
                 num_fewshot=self._config.fewshot,
                 limit=self._config.limit,
                 bootstrap_iters=_RESAMPLES,
+                apply_chat_template=self._config.chat,
+                fewshot_as_multiturn=self._config.chat,
                 task_manager=self._manager,
             )
         assert values is not None
@@ -82,7 +85,7 @@ def evaluate_tasks(scorer: Scorer, config: EvalConfig, *, out: Path, identity: s
     answers = StoredAnswers(file := out / f"answers-{identity}.jsonl", identity)
     if len(answers):
         say(f"Earlier answers are read from {file}")
-    results = tasks.results(HarnessModel(scorer, "command line: --tasks:", answers))
+    results = tasks.results(HarnessModel(scorer, "command line: --tasks:", answers, chats=config.chat))
     results["config"] |= {"model": "jgt", "model_args": {"identity": identity, "step": scorer.loaded.step}}
     file = out / f"results_{datetime.now().isoformat().replace(':', '-')}.json"
     file.write_text(json.dumps(results, indent=2, default=handle_non_serializable, ensure_ascii=False))
@@ -117,7 +120,7 @@ class TasksOfRun:
 
         self._tasks = Tasks(config, where)
         nothing = Loaded(setup=setup, params=None, variables=None, step=0, tokenizer_name=tokenizer_name)
-        self._model = HarnessModel(Scorer(nothing, config.batch), where("tasks"), gathers=True)
+        self._model = HarnessModel(Scorer(nothing, config.batch), where("tasks"), gathers=True, chats=config.chat)
 
     def metrics(self, state: State, step: int) -> dict[str, float]:
         """The metrics of a state by name."""
@@ -133,12 +136,12 @@ class TasksOfRun:
 class HarnessModel(TemplateLM):  # pyright: ignore[reportUntypedBaseClass]
     """A model of jgt, as the harness asks it. prefix_token_id: the context of a text that has none.
 
-    where: what an error is about. answers: the stored ones. gathers: see `Generator`.
+    where: what an error is about. answers: the stored ones. gathers: see `Generator`. chats: whether tasks use the chat template.
     """
 
     prefix_token_id: int = 0
 
-    def __init__(self, scorer: Scorer, where: str, answers: StoredAnswers | None = None, *, gathers: bool = False):
+    def __init__(self, scorer: Scorer, where: str, answers: StoredAnswers | None = None, *, gathers: bool = False, chats: bool = False):
         super().__init__()
         self._scorer, self._where, self._gathers, self._texts = scorer, where, gathers, None
         self._answers = StoredAnswers() if answers is None else answers
@@ -148,6 +151,9 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportUntypedBaseClass]
             raise InputError([f"{where} the model has {lacks}, which tasks need"])
         self._tokenizer = tokenizer
         (self.prefix_token_id,) = prefix_of(tokenizer)
+        self._template = Chat.of(tokenizer, scorer.loaded.setup.run.config.data).template if chats else None
+        if chats and self._template is None:
+            raise InputError([f"{where} the model has no chat template beside its tokenizer. Evaluate it without chat"])
 
     def use(self, params: Any, variables: Any, step: int) -> None:
         """Has the programs compute with other arrays from now on."""
@@ -159,6 +165,22 @@ class HarnessModel(TemplateLM):  # pyright: ignore[reportUntypedBaseClass]
         """The token that ends a text."""
         end = self._tokenizer.special.end_of_text
         return self.prefix_token_id if end is None else end
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A name of the tokenizer and its template, by which the harness stores requests."""
+        return self._tokenizer.identity
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """The template's program, which the harness writes into its results."""
+        return "" if self._template is None else self._template.source
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of messages, up to where an answer begins or, without its prompt, up to the end of the last message."""
+        assert self._template is not None
+        text = self._template.render(chat_history, add_generation_prompt=add_generation_prompt)
+        last = chat_history[-1]["content"].strip()
+        return text if add_generation_prompt else text[: text.rindex(last) + len(last)]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
         """The tokens of a text, after those that the tokenizer adds to it unless it begins with them."""

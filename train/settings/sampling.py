@@ -76,6 +76,7 @@ class EvalConfig:
     include: a folder with more tasks, as the harness's YAML files. They may name code, so a file with this key needs `--allow-command`.
     limit: only the first documents of each task; null: all.
     fewshot: the number of examples in front of each question; null: the task's own.
+    chat: whether questions are messages of a chat, by the model's chat template, and examples earlier turns of it.
     batch: the rows that are computed together.
     """
 
@@ -84,6 +85,7 @@ class EvalConfig:
     include: LocalPath | None = None
     limit: Count | None = None
     fewshot: Natural | None = None
+    chat: bool = False
     batch: BatchSize = 16
 
     def problems(self) -> Iterator[tuple[str, str]]:

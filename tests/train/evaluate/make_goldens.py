@@ -22,7 +22,10 @@ def main() -> None:
         model, tasks = write_model(Path(folder) / "model"), write_tasks(Path(folder) / "tasks")
         manager = TaskManager(include_path=str(tasks), include_defaults=False)
         arguments = {"pretrained": str(model), "dtype": "float32"}
-        found = simple_evaluate("hf", arguments, tasks=list(KINDS.values()), batch_size=4, device="cpu", task_manager=manager)
+        how = {"batch_size": 4, "device": "cpu", "task_manager": manager}
+        found = simple_evaluate("hf", arguments, tasks=list(KINDS.values()), **how)
+        chatted = {"apply_chat_template": True, "fewshot_as_multiturn": True, "num_fewshot": 2}
+        chats = simple_evaluate("hf", arguments, tasks=["local_choice"], **how, **chatted)
     answers = {
         kind: [
             [*question[:1], *(question[1:] if kind == "choices" else []), *(answer if isinstance(answer, list | tuple) else [answer])]
@@ -31,13 +34,15 @@ def main() -> None:
         ]
         for kind, task in KINDS.items()
     }
-    metrics = {
-        task: {name: value for name, value in found["results"][task].items() if isinstance(value, float) and "stderr" not in name}
-        for task in KINDS.values()
-    }
+    metrics = {task: floats(found, task) for task in KINDS.values()}
     # A line for each answer.
     lists = [f" {json.dumps(kind)}: [\n  " + ",\n  ".join(map(json.dumps, rows)) + "\n ]" for kind, rows in answers.items()]
-    ANSWERS.write_text("{\n" + ",\n".join([f' "results": {json.dumps(metrics)}', *lists]) + "\n}\n")
+    chat = [f' "chat": {json.dumps(floats(chats, "local_choice"))}']
+    ANSWERS.write_text("{\n" + ",\n".join([f' "results": {json.dumps(metrics)}', *chat, *lists]) + "\n}\n")
+
+
+def floats(found, task):
+    return {name: value for name, value in found["results"][task].items() if isinstance(value, float) and "stderr" not in name}
 
 
 if __name__ == "__main__":

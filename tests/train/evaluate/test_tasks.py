@@ -41,6 +41,20 @@ def test_results_are_those_of_hf(layout, tmp_path, capsys):
     assert json.loads(file.read_text())["results"] == found["results"]
 
 
+def test_a_chat_has_the_results_of_hf(tmp_path, capsys):
+    model, tasks = write_model(tmp_path / "model"), write_tasks(tmp_path / "tasks")
+    arguments = ["--tasks", "local_choice", "--include", str(tasks), "--out", str(tmp_path / "out"), "--fewshot", "2"]
+    assert main(["eval", str(model), *arguments, "--chat", "--json"]) == 0
+    found, expected = json.loads(capsys.readouterr().out)["tasks"]["results"]["local_choice"], json.loads(ANSWERS.read_text())["chat"]
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert main(["eval", str(model), *arguments, "--json"]) == 0
+    plain = json.loads(capsys.readouterr().out)["tasks"]["results"]["local_choice"]
+    assert any(plain[name] != pytest.approx(value, rel=1e-4) for name, value in expected.items())
+    (model / "chat_template.jinja").unlink()
+    assert main(["eval", str(model), *arguments, "--chat"]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
 def test_written_texts_are_those_of_hf(tmp_path):
     from train.evaluate.harness import HarnessModel
 
