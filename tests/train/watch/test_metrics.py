@@ -139,7 +139,7 @@ def test_a_taken_port_ends_a_run_before_it_trains(tmp_path, command):
 
 
 def test_a_run_without_the_section_loads_nothing_of_it():
-    code = "import sys, train.run.folder, train.launch.__main__; print([m for m in sys.modules if 'exporter' in m])"
+    code = "import sys, train.run.directory.folder, train.launch.__main__; print([m for m in sys.modules if 'exporter' in m])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout == "[]\n"
 
