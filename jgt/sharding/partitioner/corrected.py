@@ -18,8 +18,9 @@ def without_faults(module: ir.Module, platform: str) -> ir.Module:
     """The module, or a copy without operations that XLA is known to compute wrongly on a platform (`cpu`, `gpu`).
 
     First operations get other forms (`mends.py`), then other layouts. In a copy with other layouts, all matmuls, windows and gathers are
-    constrained, the right ones to the layouts that they have anyway: Shardy might choose others for them in the new program. Convolutions
-    always are: XLA simplifies a program before it asks Shardy, which may choose other layouts for them, too, and wrong ones.
+    constrained, the right ones to the layouts that they have anyway: Shardy might choose others for them in the new program. Convolutions,
+    windows and pads always are, where something moves along a dim: XLA simplifies a program before it asks Shardy, which may choose other
+    layouts for them, too, and wrong ones.
     """
     with module.context, ir.Location.unknown():
         if not may_have_faults(module, platform):
@@ -31,7 +32,7 @@ def without_faults(module: ir.Module, platform: str) -> ir.Module:
             placed = Placed.of(module)
         layouts = placed.layouts()
         if all(layout.given == layout.better for layout in layouts):
-            layouts = [layout for layout in layouts if layout.name == "stablehlo.convolution"]
+            layouts = [layout for layout in layouts if layout.moves]
         if layouts:
             module = module if mended else _copy(module)
             avoided += _constrain(module, layouts)

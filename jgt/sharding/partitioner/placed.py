@@ -9,22 +9,26 @@ from typing import Self
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import sdy
 
-from jgt.sharding.partitioner.dims import READERS
+from jgt.sharding.partitioner.dims import READERS, OperationDims
 from jgt.sharding.partitioner.faults import better_layouts
 from jgt.sharding.partitioner.grid import AxisGrid, Splits
 from jgt.sharding.partitioner.mends import MENDS, Mend, mends_for
 from jgt.sharding.partitioner.shardy import NUMBER, choose_layouts, inline_calls, meshes_of, operations, sharding_of, type_shape
+
+_STILL = ("stablehlo.dot_general", "stablehlo.gather")
+"""Operations along whose dims nothing moves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OperationLayout:
     """The layouts of an operation's arrays, as Shardy chooses them and as they should be.
 
-    number, name: its number among the operations that are read, and its kind. arrays: numbers among its operands and results.
+    number: its number among the operations that are read. arrays: numbers among its operands and results. moves: whether something moves
+    along a dim, which must be whole.
     """
 
     number: int
-    name: str
+    moves: bool
     arrays: tuple[int, ...]
     given: tuple[Splits, ...]
     better: tuple[Splits, ...]
@@ -52,9 +56,13 @@ def may_have_faults(module: ir.Module, platform: str) -> bool:
 
 
 def _may_be_wrong(op: ir.Operation, axes: int) -> bool:
-    if op.name not in READERS or op.name in ("stablehlo.dot_general", "stablehlo.gather"):
+    if op.name not in READERS or op.name in _STILL:
         return op.name in READERS and axes > 1
-    dims, values = READERS[op.name](op), [*op.operands, *op.results]
+    return _moves(op, READERS[op.name](op))
+
+
+def _moves(op: ir.Operation, dims: OperationDims) -> bool:
+    values = [*op.operands, *op.results]
     return any(dims.moving(n, len(type_shape(values[array]))) for n, array in enumerate(dims.arrays))
 
 
@@ -91,8 +99,8 @@ class Placed:
             if (read := self._read(op, values)) is not None:
                 given, grid, mesh = read
                 better = better_layouts(dims, given, [type_shape(value) for value in values], grid)
-                n, arrays = _number_of(op), dims.arrays
-                found.append(OperationLayout(number=n, name=op.name, arrays=arrays, given=given, better=better, grid=grid, mesh=mesh))
+                n, arrays, moves = _number_of(op), dims.arrays, dims.even is None and op.name not in _STILL and _moves(op, dims)
+                found.append(OperationLayout(number=n, moves=moves, arrays=arrays, given=given, better=better, grid=grid, mesh=mesh))
         return found
 
     def mended(self, platform: str) -> list[MendedOperation]:
