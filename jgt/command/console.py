@@ -15,6 +15,8 @@ from rich.text import Text
 WIDTH_OF_FILES = 160
 """The width of output that does not go to a terminal, in columns. rich would assume 80 and fold tables."""
 _BLANKS = re.compile(r" +$", re.MULTILINE)
+_NUMBERED = re.compile(r"(?<![^/])[0-9]+(?![^/])|(?<=_)[0-9]+(?=/|$)")
+"""The numbers of layers in paths: `blocks/0/up`, `layers_0/mlp`."""
 
 
 class _Trimmed(io.TextIOBase):
@@ -44,6 +46,11 @@ class Console(rich.console.Console):
             file, width = cast("TextIO", _Trimmed(out)), width or WIDTH_OF_FILES
         # Otherwise rich would take brackets in names for markup, and colour numbers and paths as it sees fit.
         super().__init__(file=file, quiet=quiet, width=width, markup=False, emoji=False, highlight=False)
+
+    @staticmethod
+    def of_any_layer(path: str) -> str:
+        """A path without the numbers of layers, the same for all layers of a loop: `blocks/*/up`."""
+        return _NUMBERED.sub("*", path)
 
     @staticmethod
     def table(title: str, columns: Sequence[str], texts: int, rows: Iterable[Sequence[str]] = ()) -> Table:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import collections
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
-from jgt.command.console import axes_text
+from jgt.command.console import Console, axes_text
 from jgt.planner.flops import Flops
 from jgt.planner.hlo.collectives import Collective
 from jgt.planner.hlo.origin import EXCHANGED, NONE, full_signal
@@ -18,6 +19,8 @@ from jgt.planner.layouts import Parameter
 from jgt.planner.memory import Memory
 from jgt.planner.timeline import Cost, Walk
 from jgt.rules import Rules
+
+_Number = TypeVar("_Number", int, float)
 
 PIPELINE_SIGNAL = "pipeline"
 """The signal, in tables, of what a pipeline adds to the model."""
@@ -105,6 +108,38 @@ def signal_rows(
             exposed_ms=cost.exposed * 1e3 if timed else None,
             roofline_ms={part: seconds * 1e3 for part, seconds in cost.roofline.items() if seconds},
         )
+
+
+def folded(rows: Sequence[SignalRow]) -> list[SignalRow]:
+    """The rows, where those of equal layers of a Python loop are one with the costs of all: `blocks/* (48)` for blocks/0 to blocks/47."""
+    groups: dict[tuple[str, tuple[str, ...]], list[SignalRow]] = {}
+    for row in rows:
+        key = Console.of_any_layer(row.signal), tuple(map(Console.of_any_layer, row.specs))
+        groups.setdefault(key, []).append(row)
+    one = [same[0] if len(same) == 1 else _added(f"{name} ({len(same)})", specs, same) for (name, specs), same in groups.items()]
+    return sorted(one, key=lambda row: -(row.compute_ms or 0) - (row.exposed_ms or 0))
+
+
+def _added(signal: str, specs: tuple[str, ...], rows: Sequence[SignalRow]) -> SignalRow:
+    first = rows[0]
+    return replace(
+        first,
+        signal=signal,
+        specs=specs,
+        parameter_bytes=sum(row.parameter_bytes for row in rows),
+        activation_bytes=sum(row.activation_bytes for row in rows),
+        sent=_total([row.sent for row in rows]),
+        flops=sum(row.flops for row in rows),
+        flops_share=sum(row.flops_share for row in rows),
+        hbm_bytes=sum(row.hbm_bytes for row in rows),
+        compute_ms=None if first.compute_ms is None else sum(row.compute_ms or 0 for row in rows),
+        exposed_ms=None if first.exposed_ms is None else sum(row.exposed_ms or 0 for row in rows),
+        roofline_ms=_total([row.roofline_ms for row in rows]),
+    )
+
+
+def _total(costs: Sequence[Mapping[str, _Number]]) -> dict[str, _Number]:
+    return {key: sum((cost[key] for cost in costs if key in cost), cast(_Number, 0)) for key in dict.fromkeys(k for c in costs for k in c)}
 
 
 def located(

@@ -13,6 +13,7 @@ from plugin import needs_plugin
 import jgt
 from jgt.planner.hardware.chip import chip_names, load_chip
 from jgt.planner.hardware.target import Target
+from jgt.planner.signals import folded
 from train.config import load
 from train.plan.make import make_plan
 
@@ -213,3 +214,24 @@ def test_a_time_has_an_error_unless_the_step_does_not_fit():
     assert tight.memory.fits is False
     assert tight.step_time_error is None
     assert tight.step_time_caveat.startswith("the step does not fit")
+
+
+def test_the_rows_of_equal_layers_of_a_loop_are_one_with_the_costs_of_all():
+    def loss(params, x):
+        for n, w in enumerate(params["blocks"]):
+            with jgt.signal.context(f"blocks_{n}"), jgt.signal.context("mlp"):
+                x = jnp.tanh(x @ w["up"])
+        with jgt.signal.context("head"):
+            return jnp.sum(x @ params["head"])
+
+    params = {"blocks": [{"up": jnp.ones((16, 16))} for _ in range(3)], "head": jnp.ones((16, 4))}
+    rules = {"signals": {"blocks_*/mlp": {"params": {"up": [None, "tensor"]}}}, "default": "replicate"}
+    mesh = jgt.make_mesh({"data": 2, "tensor": 4})
+    plan = jgt.plan(jax.jit(jax.grad(jgt.shard(loss, rules, mesh))), params, jnp.ones((8, 16)), rules=rules)
+    layers = [row for row in plan.signals if row.signal.startswith("blocks_")]
+    (row,) = (row for row in folded(plan.signals) if row.signal.startswith("blocks_"))
+    assert len(layers) == 3 and row.signal == "blocks_*/mlp (3)"
+    assert row.parameter_bytes == sum(one.parameter_bytes for one in layers) == 3 * 16 * 16 * 4
+    assert row.flops == sum(one.flops for one in layers) > 0
+    assert sum(row.sent.values()) == sum(sum(one.sent.values()) for one in layers)
+    assert "blocks_*/mlp (3)" in str(plan)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
 import textwrap
 import time
@@ -26,8 +25,6 @@ from ..setup.program import ModelProgram
 from .summary import step_line
 
 _WIDTH_OF_FILES = 80
-_NUMBERED = re.compile(r"(?<![^/])[0-9]+(?![^/])|(?<=_)[0-9]+(?=/|$)")
-"""The numbers of layers in paths: `blocks/0/up`, `layers_0/mlp`."""
 _NOTEBOOK_SECONDS = 0.2
 """The least time between two lines in a notebook."""
 
@@ -102,7 +99,7 @@ def folded_rows(rows: Sequence[tuple[str, str, str, str, int]]) -> list[tuple[st
     """Rows of parameters, where those of equal layers are one: `blocks/* (48)` for blocks/0 to blocks/47. Its bytes are those of all."""
     groups: dict[tuple[str, ...], list[tuple[str, str, str, str, int]]] = {}
     for row in rows:
-        name, signal = (_NUMBERED.sub("*", text) for text in row[:2])
+        name, signal = map(Console.of_any_layer, row[:2])
         groups.setdefault((name, signal, *row[2:4]), []).append(row)
     return [
         same[0] if len(same) == 1 else (f"{key[0]} ({len(same)})", key[1], key[2], key[3], sum(row[4] for row in same))

@@ -19,6 +19,7 @@ from string import Template
 from jgt.command.console import amount, axes_text, two_digits
 from jgt.planner.panels import Panel, Span
 from jgt.planner.plan import Plan
+from jgt.planner.signals import folded
 from jgt.planner.view.table import print_plan
 
 _MOST_ON_A_LINE = 24
@@ -90,7 +91,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str | int]], numbers:
 
 def _signals(plan: Plan) -> str:
     def rows() -> Iterator[list[str]]:
-        for row in plan.signals:
+        for row in folded(plan.signals):
             over = ", ".join(f"{axes} {amount(count, 'B')}" for axes, count in sorted(row.sent.items(), key=lambda i: -i[1]))
             roofline = ", ".join(f"{part} {two_digits(ms)}" for part, ms in sorted(row.roofline_ms.items(), key=lambda i: -i[1]))
             sizes = [amount(n, "B") if n else "" for n in (row.parameter_bytes, row.activation_bytes, sum(row.sent.values()))]

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from jgt.command.console import Console, amount, axes_text, two_digits
 from jgt.planner.plan import Plan
-from jgt.planner.signals import SignalRow
+from jgt.planner.signals import SignalRow, folded
 from jgt.planner.view.costs import largest_costs
 
 _NUM_SPECS, _NUM_AXES = 1, 2
@@ -129,7 +129,7 @@ def _time(plan: Plan) -> Table:
 
 
 def _signals(plan: Plan, width: int) -> Table:
-    rows = [row for row in plan.signals if _is_notable(plan, row)]
+    rows = [row for row in folded(plan.signals) if _is_notable(plan, row)]
     over = [[f"{axes} {amount(count, 'B')}" for axes, count in sorted(row.sent.items(), key=lambda i: -i[1])] for row in rows]
 
     def sizes(count: Callable[[SignalRow], int]) -> list[str]:
