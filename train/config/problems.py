@@ -8,7 +8,7 @@ from jgt import document
 from jgt.document import InputError
 
 from ..data.config import OwnData
-from ..models.config import ModelConfig
+from ..models.config import ModelConfig, OwnModel
 from ..settings.code.names import is_name, name_problem
 from ..settings.training import PAIRED, TrainConfig
 from .config import OWN, Run
@@ -25,6 +25,7 @@ def run_problems(run: Run) -> Iterator[str]:
     yield from _early_problems(run)
     yield from _length_problems(run)
     yield from _stack_problems(run)
+    yield from _further_problems(run)
     yield from sync_problems(run)
 
 
@@ -124,6 +125,16 @@ def _lora_problems(run: Run) -> Iterator[str]:
     if (lora.key != "lora" or lora.value is None) and config.model.base_dtype in ("int8", "nf4"):
         why = f"{config.model.base_dtype} packs the matrices of a model that lora: adapts. Add that section, or set bf16"
         yield run.root.find("model.base_dtype").problem(why)
+
+
+def _further_problems(run: Run) -> Iterator[str]:
+    """A prediction of second next tokens beside a loss, adapters or an order of tokens that leave it out."""
+    config = run.config
+    if isinstance(config.model, OwnModel) or config.model.mtp_rate is None:
+        return
+    others = {"train.loss": config.train.loss, "lora": config.lora, "data.order": getattr(config.data, "order", "plain") != "plain"}
+    for name in (name for name, value in others.items() if value):
+        yield run.root.find("model.mtp_rate").problem(f"with {name} no loss of the second next token is computed. Remove one of the two")
 
 
 def _loss_problems(run: Run) -> Iterator[str]:

@@ -47,7 +47,7 @@ class SavedModel:
     @staticmethod
     def of(saved: SavedStep, model: ModelConfig | OwnModel | None = None, lora: LoraConfig | None = None) -> SavedModel:
         """The model of a checkpoint. model, lora: the sections of its run. Raises InputError and DiskError if its base cannot be read."""
-        arrays = _arrays(saved)
+        arrays = {path: array for path, array in _arrays(saved).items() if model is None or model.exports(path)}
         pairs = {path: factors_of(path) for path in arrays} if lora is not None else {}
         factors = {path: pair for path, pair in pairs.items() if arrays.keys() >= {*pair}}
         packing = None if model is None else Packing.named(model.base_dtype)

@@ -13,6 +13,7 @@ from jgt.document import Bound, Node
 
 from ..files.bucket import PathOrUrl
 from ..settings.code.names import OR_OWN, is_name
+from ..settings.numbers import NotNegative
 from ..settings.sections import OTHER_WORDS
 from .experts.config import ExpertsConfig
 from .options import BiasName, Options, Width
@@ -47,6 +48,11 @@ class OwnModel:
     fp8: ClassVar[bool] = False
     logits_softcap: ClassVar[float | None] = None
 
+    def exports(self, path: str) -> bool:
+        """Whether an export has a parameter: all of them."""
+        del path
+        return True
+
     def flops_per_token(self, num_parameters: int, num_frozen: int = 0) -> float:
         """FLOPs of the forward and the backward pass for one token, as if every parameter were multiplied once (arXiv 2001.08361).
 
@@ -70,6 +76,8 @@ class ModelConfig(Options):
     head_dim: the width of a head; llama needs an even one; null: `embed / heads`.
     ffn: the width of the MLP; null: `4 embed` (gpt), or `8/3 embed` rounded up to a multiple of 64 (llama).
     experts: a [mixture of experts](experts.md) in the place of the MLP (llama); null: the MLP.
+    mtp_rate: the factor of the loss of a further layer that predicts the second next token (multi-token prediction, arXiv 2412.19437,
+    section 2.2). It is trained with the model and used for nothing else: an export leaves it out. null: no such layer.
     vocab: the size of the vocabulary; every token of the data must be below it.
     seq: the number of tokens in a training sequence.
     tied: use the embedding as the output projection too; gpt: `true`.
@@ -96,6 +104,7 @@ class ModelConfig(Options):
     head_dim: Width | None = None
     ffn: Large | None = None
     experts: ExpertsConfig | None = None
+    mtp_rate: NotNegative | None = None
     vocab: Large = 256
     seq: Large = 128
     tied: bool = False
@@ -138,6 +147,15 @@ class ModelConfig(Options):
         return self.ffn or (-(-8 * self.embed // (3 * 64)) * 64 if self.gated else 4 * self.embed)
 
     @property
+    def num_further(self) -> int:
+        """The number of layers behind the last one, which predict further tokens."""
+        return int(self.mtp_rate is not None)
+
+    def exports(self, path: str) -> bool:
+        """Whether an export has a parameter: not those of layers that predict further tokens."""
+        return not (self.num_further and path.startswith("mtp/"))
+
+    @property
     def idle_parameters(self) -> int:
         """Parameters of the experts that a token does not go through."""
         experts = self.experts
@@ -146,7 +164,7 @@ class ModelConfig(Options):
         ffn = experts.ffn or self.ffn_size
         # An expert has three matrices: gate, up and down.
         of_one = 3 * self.embed * ffn + (2 * ffn + self.embed if "experts" in self.biases else 0)
-        return (self.layers - experts.first_dense) * (experts.count - experts.choose) * of_one
+        return (self.layers + self.num_further - experts.first_dense) * (experts.count - experts.choose) * of_one
 
     def flops_per_token(self, num_parameters: int, num_frozen: int = 0) -> float:
         """FLOPs of the forward and the backward pass for one token, the numerator of MFU.
@@ -156,12 +174,14 @@ class ModelConfig(Options):
         are not multiplied: learned positions, and the embedding unless it is the output projection too. Nor are experts that a token does
         not go through. If parameters are frozen, these are taken to be among them.
         """
-        looked_up = 0 if self.tied else self.vocab * self.embed
+        # Each prediction multiplies the output projection.
+        looked_up = (0 if self.tied else self.vocab * self.embed) - self.num_further * self.vocab * self.embed
         looked_up += self.seq * self.embed if self.positions == "learned" else 0
         window = min(self.window or self.seq, self.seq)
-        windowed = 0 if self.window is None else self.layers - len(set(self.full_layers))
+        layers = self.layers + self.num_further
+        windowed = 0 if self.window is None else layers - len(set(self.full_layers))
         # The tokens that a token sees on average: half of the sequence, or a window that is shorter for the first tokens.
-        seen = (self.layers - windowed) * self.seq / 2 + windowed * (window - window**2 / (2 * self.seq))
+        seen = (layers - windowed) * self.seq / 2 + windowed * (window - window**2 / (2 * self.seq))
         # Scores and weighted values are two matmuls of 2 FLOPs each. Forward and backward make it three times as much.
         attention = 6 * self.heads * (self.head_size + self.value_size) * seen
         idle = looked_up + self.idle_parameters

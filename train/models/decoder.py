@@ -35,6 +35,7 @@ from .mla import LatentAttention
 from .mlp import MLP
 from .model import Model, Table, Terms, Vector, of_nnx
 from .moe import MoE
+from .mtp import SecondToken
 from .tokens import LayerFlags, Rows
 
 _TILE = 64
@@ -63,12 +64,14 @@ class Decoder(nnx.Module):
         dense = 0 if config.experts is None else config.experts.first_dense
         self.dense = stacked(lambda rngs: Block(replace(config, experts=None), attention, rngs=rngs), dense, rngs)
         self.layers = stacked(lambda rngs: Block(config, attention, rngs=rngs), config.layers - dense, rngs)
+        self.mtp = stacked(lambda rngs: SecondToken(config, Block(config, attention, rngs=rngs), rngs=rngs), config.num_further, rngs)
         self.norm = make_norm(config, config.embed, rngs)
         self.head = None if config.tied else Embedding(config.vocab, config.embed, dtype, name="unembedding", rngs=rngs)
         self.head_bias = Vector(jnp.zeros(config.vocab, jnp.float32)) if "head" in config.biases else None
         self.config = config
         self.terms: Terms = nnx.data({})
         self.counts: Any = nnx.data(())
+        self.second: Any = nnx.data(())
 
     def __call__(self, tokens: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None) -> jax.Array:
         x, table = self.features(tokens, segments, positions)
@@ -79,10 +82,23 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, segments: jax.Array | None = None, positions: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """The two factors of the logits: normed activations [b, s, d] and a table [v, d]. segments, positions: see `Rows`."""
-        x, sums, _ = self._stream(tokens, Rows(segments, positions=positions))
+        rows = Rows(segments, positions=positions)
+        x, sums, _ = self._stream(tokens, rows)
+        if self.mtp is not None:
+            sums = self._predict_second(x, tokens, rows, sums)
         if self.config.experts is not None:
             self._count(sums, tokens.shape[1], self.config.experts)
         return self._scored(x)
+
+    def _predict_second(self, x: jax.Array, tokens: jax.Array, rows: Rows, sums: Any) -> Any:
+        """Keeps the two factors of the logits of second next tokens, as `features` has them. What all experts were given."""
+        with signal.context("embed"):
+            following = signal.tensor(self.embed(jnp.roll(tokens, -1, axis=1)), "rows")
+        last = self.config.layers
+        with signal.context("layers"):
+            ((x, _), _), (more, _) = scan_layers(self.mtp, (x, following), rows, layer_flags(self.config, last - 1, last))
+        self.second = nnx.data(self._scored(x, is_normed=True))
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), sums, more)
 
     def read(self, tokens: jax.Array, lengths: jax.Array, step: jax.Array, slots: int) -> tuple[jax.Array, Cache]:
         """The logits [b, v] after texts, and their cache. tokens: [b, s], of which `lengths` [b] are text. step, slots: the cache's."""
@@ -122,9 +138,9 @@ class Decoder(nnx.Module):
             new = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, new)
         return x, sums, new if keeps else cache
 
-    def _scored(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _scored(self, x: jax.Array, *, is_normed: bool = False) -> tuple[jax.Array, jax.Array]:
         with signal.context("head"):
-            x = self.norm(x)
+            x = x if is_normed else self.norm(x)
             if self.config.logits_scale != 1:
                 x = x * jnp.asarray(self.config.logits_scale, x.dtype)
             x, table = signal.tensor(x, "normed"), (self.head or self.embed).table()
@@ -135,8 +151,10 @@ class Decoder(nnx.Module):
 
     def _count(self, sums: Routed, seq: int, experts: ExpertsConfig) -> None:
         """Keeps what the layers have routed: the terms of the loss, the loads for the step, and the counts [L, b, E] for metrics."""
-        load = self.layers.moe.load
-        load[...] = load[...] + jnp.sum(sums.counts, axis=1)
+        counts = jnp.split(jnp.sum(sums.counts, axis=1), [self.config.layers - experts.first_dense])
+        for block, own in zip((self.layers, self.mtp and self.mtp.block), counts, strict=True):
+            if block is not None:
+                block.moe.load[...] = block.moe.load[...] + own
         self.terms, self.counts = nnx.data(balance.terms(sums, seq, experts)), nnx.data(sums.counts)
 
 
@@ -192,7 +210,7 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.R
 
 
 def scan_layers(
-    layers: Any, x: jax.Array, rows: Rows, flags: LayerFlags, cache: Cache | None = None, *, keeps: bool = False
+    layers: Any, x: Any, rows: Rows, flags: LayerFlags, cache: Cache | None = None, *, keeps: bool = False
 ) -> tuple[tuple[jax.Array, Cache | None], tuple[Any, Any]]:
     """x [b, s, d] and a cache through stacked layers, and what experts were given and (keeps) keys and values, [layers, ...].
 

@@ -95,8 +95,8 @@ def open_run(run: Run, resume: Resume | None = None) -> tuple[Setup, Data]:
     if setup is not None and config.checkpoint.export is not None:
         # Now, and not after days of training.
         with InputError.collect(problems):
-            shapes = jax.tree.leaves_with_path(base_shapes(setup))
-            run_form(run, config.run.path, {path_text(path): tuple(x.shape) for path, x in shapes})
+            shapes = [(path_text(path), x) for path, x in jax.tree.leaves_with_path(base_shapes(setup))]
+            run_form(run, config.run.path, {path: tuple(x.shape) for path, x in shapes if config.model.exports(path)})
     if not isinstance(config.data, OwnData):
         with InputError.collect(problems):
             data = opened_data(run)

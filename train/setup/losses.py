@@ -55,20 +55,23 @@ def losses_of(
     # Whether the model's own derivatives leave gradients in f32 for devices to add up. A pipeline widens them anyway.
     widens = config.optimizer.gradients == "f32" and layout.pipeline is None
     pads = config.train.uneven == "pad" and may_reshape(config.optimizer)
-    tokens = loss_of_logits
+    tokens, second, rate = loss_of_logits, None, None if isinstance(config.model, OwnModel) else config.model.mtp_rate
     if model.has_features:
-        tokens = make_loss(
-            lambda module, x, **more: module.features(x, **more),
+        make = partial(
+            make_loss,
             chunks=chunks,
             groups=layout.groups,
             parts=1 if layout.pipeline is not None else layout.sequence_shards,
             wide_gradients=widens,
             softcap=config.model.logits_softcap,
         )
+        tokens = make(lambda module, x, **more: module.features(x, **more))
+        if rate is not None:
+            second = make(lambda module, x, **more: module.second), rate
 
     def sharded(is_training: bool) -> ShardedLoss:
         if own is None:
-            plain = token_objective(model, tokens, f"{where('model.kind')}: {CALL}", is_training=is_training)
+            plain = token_objective(model, tokens, f"{where('model.kind')}: {CALL}", is_training=is_training, second=second)
         else:
             plain = own_objective(model, own, where("train.loss"), is_training=is_training)
         return jgt.shard(
@@ -86,7 +89,7 @@ def losses_of(
 
     loss = sharded(True)
     reads_train = own is not None and mode_of(own, True)
-    is_same = pipeline == whole and not model.is_trained_differently and not reads_train
+    is_same = pipeline == whole and second is None and not model.is_trained_differently and not reads_train
     return loss, loss if is_same else sharded(False)
 
 

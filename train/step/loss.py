@@ -24,12 +24,11 @@ from jgt.document import InputError
 
 from ..models.decoder import scores
 from ..models.model import PLACES
-from .objective import Arrays
+from .objective import Arrays, TokenLoss
 
 Groups = tuple[int, ...]
 """Over how many devices each of its axes splits the batch, without axes of one device."""
 
-TokenLoss = Callable[[Any, Arrays], jax.Array]
 Features = Callable[..., tuple[jax.Array, jax.Array]]
 Chunk = tuple[jax.Array, jax.Array, jax.Array]
 """x [b, s, d], targets [b, s] and weights [b, s] of some positions."""

@@ -85,27 +85,43 @@ class Objective:
         return replace(self, loss=loss)
 
 
-def token_objective(model: Model, loss: Callable[[Any, Arrays], jax.Array], where: str, *, is_training: bool) -> Loss:
+TokenLoss = Callable[[Any, Arrays], jax.Array]
+"""loss(module, batch) → Σ weights · nats."""
+
+
+def token_objective(model: Model, loss: TokenLoss, where: str, *, is_training: bool, second: tuple[TokenLoss, float] | None = None) -> Loss:
     """The function of arrays of the trainer's own loss: Σ weights · nats, while it is trained with the model's terms.
 
-    where: the place and name of the model's key.
+    where: the place and name of the model's key. second: the loss of the second next token of a module that was called, and its factor.
     """
 
     def total(params: Tree, variables: Tree, batch: Arrays) -> tuple[jax.Array, Part]:
-        def use(module: Any) -> tuple[jax.Array, Terms]:
+        def use(module: Any) -> tuple[jax.Array, Terms, jax.Array | None]:
             value = loss(module, batch)
-            return value, model.terms(module) if is_training else {}
+            if not is_training:
+                return value, {}, None
+            return value, model.terms(module), None if second is None else second[0](module, _of_second(batch))
 
         with reported(where):
-            (value, terms), variables = model.run(use, params, variables, is_training)
-        if not terms:
-            return value, Part(None, {}, variables)
+            (value, terms, more), variables = model.run(use, params, variables, is_training)
         # The weights of all parts of a batch sum to 1, so a part's terms count by its share.
         share = jnp.sum(batch["weights"])
-        value += share * sum(factor * term for term, factor in terms.values())
-        return value, Part(None, {name: (share * term, share) for name, (term, _) in terms.items()}, variables)
+        metrics: dict[str, tuple[jax.Array, jax.Array | None]] = {name: (share * term, share) for name, (term, _) in terms.items()}
+        if terms:
+            value += share * sum(factor * term for term, factor in terms.values())
+        if more is not None and second is not None:
+            value += second[1] * more
+            metrics["mtp_loss"] = more, share
+        return value, Part(None, metrics, variables)
 
     return total
+
+
+def _of_second(batch: Arrays) -> Arrays:
+    """The batch with the second next tokens of the same documents as targets, of which the last token has none."""
+    after = {name: jnp.pad(batch[name][:, 1:], [(0, 0), (0, 1)]) for name in ("targets", "weights", "segments") if name in batch}
+    is_same = after["segments"] == batch["segments"] if "segments" in batch else True
+    return {**batch, "targets": after["targets"], "weights": jnp.where(is_same, after["weights"], 0)}
 
 
 def own_objective(model: Model, loss: Callable[..., object], where: str, *, is_training: bool) -> Loss:

@@ -30,7 +30,7 @@ _ALWAYS_WINDOWED = words("gemma2 gemma3_text")
 """Families whose class needs the size of a window, even where no layer has one."""
 _TYPES = {True: "full_attention", False: "sliding_attention"}
 # Keys without effect on the function of a model with given weights.
-_SILENT = words("kind hf dtype base_dtype fp8 attention")
+_SILENT = words("kind hf dtype base_dtype fp8 attention mtp_rate")
 
 
 def described_as_family(config: ModelConfig, where: Callable[[str], str]) -> Described:

@@ -86,8 +86,10 @@ def settled(variables: Any, config: ExpertsConfig) -> tuple[Any, dict[str, jax.A
     `load_max`: the largest load of a layer in mean loads, the mean over layers. `load_entropy`: 1 if all experts of a layer have the same
     load, 0 if one has all; the mean over layers. `expert_load`: f32[L, E], loads in mean loads.
     """
-    layer: Mapping[str, Any] = variables["layers"]["moe"]
-    loads = layer["load"].astype(jnp.float32)
+    after: dict[str, Any] = {"layers": _rebalanced(variables["layers"], config)}
+    if "mtp" in variables:
+        after["mtp"] = {**variables["mtp"], "block": _rebalanced(variables["mtp"]["block"], config)}
+    loads = variables["layers"]["moe"]["load"].astype(jnp.float32)
     share = loads / jnp.maximum(jnp.sum(loads, axis=-1, keepdims=True), 1.0)  # [L, E]
     entropy = -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1) / jnp.log(max(config.count, 2))
     metrics = {
@@ -95,7 +97,14 @@ def settled(variables: Any, config: ExpertsConfig) -> tuple[Any, dict[str, jax.A
         "load_entropy": jnp.mean(entropy),
         EXPERT_LOAD: share * config.count,
     }
+    return {**variables, **after}, metrics
+
+
+def _rebalanced(stack: Mapping[str, Any], config: ExpertsConfig) -> dict[str, Any]:
+    """The variables of stacked layers with the bias adjusted by their loads."""
+    layer: Mapping[str, Any] = stack["moe"]
     after = {**layer, "load": jnp.zeros_like(layer["load"])}
     if "bias" in layer:
+        loads = layer["load"].astype(jnp.float32)
         after["bias"] = layer["bias"] + config.rate * jnp.sign(jnp.mean(loads, axis=-1, keepdims=True) - loads)
-    return {**variables, "layers": {**variables["layers"], "moe": after}}, metrics
+    return {**stack, "moe": after}
