@@ -24,7 +24,7 @@ from ..data.paths import path_problems
 from ..settings.code.files import Code, read_code
 from ..settings.code.names import object_name
 from ..settings.packages import logger_problem, missing_loggers
-from ..settings.sections import AlertsConfig, HookConfig
+from ..settings.sections import AlertsConfig, HookConfig, MetricsConfig
 from ..step.sync.config import SyncConfig
 from ..weights.adapt.config import LoraConfig
 from ..weights.adapters import with_adapter
@@ -34,7 +34,7 @@ from .problems import batch_problems, run_problems
 
 _DATA_AXES = ("replica", "data", "fsdp")
 """The axes that split a batch where no rules say it."""
-_OPTIONAL = {"alerts": AlertsConfig, "lora": LoraConfig, "pipeline": PipelineConfig, "sync": SyncConfig}
+_OPTIONAL = {"alerts": AlertsConfig, "metrics": MetricsConfig, "lora": LoraConfig, "pipeline": PipelineConfig, "sync": SyncConfig}
 """The sections that a run need not have."""
 
 
