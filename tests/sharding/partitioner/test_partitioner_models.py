@@ -5,7 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import nnx
+from jax import lax
 
 import jgt
 from jgt.sharding.partitioner import avoided_faults, with_faults
@@ -58,21 +60,40 @@ def test_a_transposed_convolution_under_a_rule_for_cotangents():
     assert any("conv_general_dilated" in avoided.name for avoided in found.avoided)
 
 
-def test_a_convolution_has_the_layout_that_was_read():
-    """XLA simplifies the sum of the gradients first, and Shardy then splits what the gradient of the kernel is computed from."""
+def convolved(kernel, x):
+    with context("m"):
+        return jnp.convolve(x, kernel[:3], mode="valid"), kernel[0], tensor(jnp.outer(kernel, x) @ kernel, "product")
 
-    def convolved(kernel, x):
-        with context("conv"):
-            return jnp.convolve(x, kernel[:3], mode="valid"), kernel[0], tensor(jnp.outer(kernel, x) @ kernel, "product")
+
+def pooled(x, y):
+    with context("m"):
+        inner, y = tensor(y.at[:, :, 1:-1].max(0), "inner"), tensor(x, "outer")
+        return tensor(lax.reduce_window(jnp.stack([inner, y], 1).sum(1), 0.0, lax.add, (1, 2, 1), (1, 2, 1), "VALID"), "pooled")
+
+
+READ = {
+    "a convolution": (convolved, {"product": [["a", "b"]]}, {"a": 2, "b": 2, "c": 2}, (16,)),
+    "a strided window": (
+        pooled,
+        {"outer": [None, ["b", "a"], None], "inner": [None, None, "b"], "pooled": ["a", None, None]},
+        {"a": 4, "b": 2},
+        (8, 8, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(READ))
+def test_what_moves_along_a_dim_has_the_layout_that_was_read(name):
+    """XLA simplifies the sum of the gradients first, and Shardy then splits what a gradient is computed from."""
+    fn, specs, mesh, shape = READ[name]
 
     def gradients(fn, arrays, cotangents):
         return jax.vjp(fn, *arrays)[1](cotangents)
 
-    rules = {"signals": {"conv": {"tensors": {"product": [["a", "b"]]}}}, "default": "replicate"}
-    sharded = jgt.shard(convolved, rules, jgt.make_mesh({"a": 2, "b": 2, "c": 2}))
-    arrays = noise((16,), 0), noise((16,), 1)
-    args = arrays, (noise((14,), 2), noise((), 3), noise((16,), 4))
-    expected = gradients(convolved, *args)
+    sharded = jgt.shard(fn, {"signals": {"m": {"tensors": specs}}, "default": "replicate"}, jgt.make_mesh(mesh))
+    arrays = noise(shape, 0), noise(shape, 1)
+    args = arrays, jax.tree.map(lambda x: noise(x.shape, 2), fn(*arrays))
+    expected = gradients(fn, *args)
     with with_faults():
         found = jax.jit(lambda *args: gradients(sharded, *args))(*args)
     assert not np.allclose(found[0], expected[0], atol=1e-3)
