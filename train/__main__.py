@@ -128,7 +128,7 @@ def parser() -> RunParser:
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and stop")
     resume = "auto: from the newest checkpoint; never: from step 0; PATH: from another run, or from one of its checkpoints"
     parser.add_argument("--resume", default="auto", metavar="auto|never|PATH|URL", help=resume)
-    change = "a key of model or data, run.seed or optimizer.name, that may differ from the run that is resumed"
+    change = "a key that may differ from the resumed run: of model, data or lora, run.seed, optimizer.name, code, checkpoint.weights"
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=change)
     parser.add_argument("--allow-command", action="store_true", help="run the program of alerts.command, and the tasks of eval.include")
     stopped = "exit code if a signal stops the run before its last step (0)"

@@ -79,7 +79,13 @@ def _spec(
         parts = num_parts(axes, sizes)
         padding = -(-shape[dim] // parts) * parts / shape[dim] - 1
         found += [dims] if padding <= pads * MAX_PADDING else [even_dims(dims, shape, sizes)]
-    return max(found, key=lambda dims: (math.prod(num_parts(axes, sizes) for axes in dims), -sum(map(bool, dims))))
+
+    def rank(dims: Dims) -> tuple[int, bool, int]:
+        """More parts are better, then none that is padded, then fewer dims that are split."""
+        parts = [num_parts(axes, sizes) for axes in dims]
+        return math.prod(parts), all(size % n == 0 for size, n in zip(shape, parts, strict=True)), -sum(map(bool, dims))
+
+    return max(found, key=rank)
 
 
 def _patterns(specs: Mapping[str, Dims]) -> Iterator[tuple[str, Dims]]:

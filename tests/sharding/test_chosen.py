@@ -34,6 +34,8 @@ def chosen(places, sizes, axes=("fsdp",), pads=False, section="params"):
         # 1003 becomes 1008, which is half a percent more.
         ((1003, 255), (), True, (("fsdp",), ())),
         ((1003, 255), (), False, ((), ())),
+        # 584 would be 1.2 percent more, but 384 divides.
+        ((1, 577, 384), (), True, ((), (), ("fsdp",))),
         # 100,001 is nothing to pad beside 8, but 9 becomes 16.
         ((9, 9, 3333), (), True, ((), (), ("fsdp",))),
         ((17, 17, 17, 17), (), True, ((), (), (), ())),

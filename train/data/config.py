@@ -50,7 +50,7 @@ class _SourceKeys(ChatKeys):
     """The keys that a single source and a part of a mixture share.
 
     path: a file, a folder (all visible files below it) or a glob, in which `**` does not follow links. Or the [URL](stores.md#data) of such
-    in a bucket. Required by every source except `stdlib`, `chat` and `mixture`.
+    in a bucket. Required by every source except `stdlib`, `chat`, `preferences` and `mixture`.
     eval_path: held-out data of the same kind.
     field: for `jsonl`, `parquet` and `arrow`: the field or column that contains the text of a document.
     tokenizer: `bytes`, or the path or URL of a `tokenizer.json` (needs the extra `tokenizers`). For `tokens` it is only used for the prompt

@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+
 from runs import Processes, rows
 
 STEPS = 3
