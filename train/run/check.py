@@ -28,8 +28,8 @@ from ..setup.feed import eval_batch_of
 from ..setup.published import open_published
 from ..verify.compare import is_verified
 from ..weights.described import Described
+from ..weights.foreign import has_weights
 from ..weights.load import open_files
-from ..weights.safetensors import has_weights
 from .directory.identity import check_weights
 from .opened import evaluations_of, opened_data
 

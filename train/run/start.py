@@ -38,7 +38,7 @@ from ..step.state import State, Tree
 from ..step.trained import merged
 from ..weights.adapt.adapters import factors_of
 from ..weights.base import base_in, inherited_base, resumed_base
-from ..weights.safetensors import has_weights
+from ..weights.foreign import has_weights
 from .directory.identity import Resume, check_adapters, check_model, check_origin
 from .restored import restore_state, restored_of_one, saved_params
 

@@ -21,9 +21,8 @@ from .families.family import Family
 from .families.latents import INDEXERS, SPARSE, dense
 from .families.multimodal import OTHER_PARTS, TEXT_PARTS
 from .families.unsupported import QUANT_CONFIG, quantised, quantised_by, why_unsupported
-from .foreign import inside, read_json
+from .foreign import has_weights, inside, read_json
 from .keys import MOST_LAYERS, ConfigJson, Keys, words
-from .safetensors import has_weights
 
 # The longest ones name each quantised tensor.
 MOST_BYTES = 1 << 24

@@ -19,6 +19,8 @@ from ..files.json_text import json_value
 
 METADATA = "__metadata__"
 """The key of a header that is not a tensor."""
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""The ends of the names of files that run code when they are read."""
 _MOST_PROBLEMS = 100
 # A file of the largest published models has less than 1 MB of header.
 _MAX_HEADER = 1 << 24
@@ -36,6 +38,13 @@ def inside(folder: Path, name: str) -> Path:
         if problem := path_problem(file):
             raise ValueError(f"cannot be read: {problem}")
     return file
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has files of weights, also such as `open_folder` refuses. Raises InputError if it cannot be listed."""
+    with problems_at(folder):
+        names = [entry.name for entry in folder.iterdir()]
+    return any(name.endswith((".safetensors", ".safetensors.index.json", *PICKLES)) for name in names)
 
 
 def read_json(file: Path, most: int) -> dict[str, object]:

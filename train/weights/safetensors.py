@@ -26,7 +26,7 @@ import numpy as np
 from jgt.document import InputError, read_bytes, shown
 
 from ..files.disk import DiskError, describe, open_file, patiently
-from .foreign import METADATA, first, inside, parse_json, problems_at, read_header
+from .foreign import METADATA, PICKLES, first, inside, parse_json, problems_at, read_header
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _INTEGERS = {"BOOL": "bool"} | {f"{kind[0].upper()}{bits}": f"{kind}{bits}" for kind in ("uint", "int") for bits in (8, 16, 32, 64)}
@@ -42,7 +42,6 @@ PARAMETERS = {name: DTYPES[name] for name in _FLOATS}
 _MAX_INDEX, _MAX_TENSORS = 1 << 26, 400_000
 _MAX_DIMS, _MAX_NUMBER, _MAX_OTHERS = 32, 1 << 62, 1_000
 _FILE = re.compile(r"[A-Za-z0-9_.-]+\.safetensors")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,12 +137,6 @@ def _fill(file: int, view: memoryview, offset: int) -> None:
         view, offset = view[count:], offset + count
 
 
-def has_weights(folder: Path) -> bool:
-    """Whether a folder has files of weights, also such as `open_folder` refuses. Raises InputError if it cannot be listed."""
-    with problems_at(folder):
-        return any(entry.suffix in (".safetensors", *_PICKLES) or entry.name == INDEX for entry in folder.iterdir())
-
-
 def open_folder(path: str | Path, most: int = _MAX_TENSORS, single: str = SINGLE) -> Folder:
     """The folder with `model.safetensors`, or with an index and its files; the first if there are both, as in transformers.
 
@@ -172,7 +165,7 @@ def _promised(folder: Path, most: int, single: str) -> Mapping[str, set[str]]:
     if os.path.lexists(folder / single):
         return {single: set()}
     if not os.path.lexists(place := folder / INDEX):
-        pickle = next((f", only {shown(entry.name)}, a pickle" for entry in folder.iterdir() if entry.suffix in _PICKLES), "")
+        pickle = next((f", only {shown(entry.name)}, a pickle" for entry in folder.iterdir() if entry.suffix in PICKLES), "")
         raise InputError([f"{folder}: has neither {single} nor {INDEX}{pickle}. Convert the weights to safetensors where you trust them"])
     with problems_at(place):
         data = read_bytes(inside(folder, INDEX), _MAX_INDEX)
