@@ -120,7 +120,7 @@ def main() -> int:
             subprocess.run(["umount", "--lazy", path], check=False)
         if not any(line.split()[1].startswith(f"{root}/") for line in Path("/proc/mounts").read_text().splitlines()):
             shutil.rmtree(root)
-    print(f"--- all lines are well; without {sorted(image.given)} of the file" if image.given else "--- all lines are well")
+    print("--- all lines are well" + (f", with other values of {', '.join(sorted(image.given))}" if image.given else ""))
     return 0
 
 

@@ -42,7 +42,7 @@ class Watch:
     def __call__(self, now):
         seen.append((now.event, now.step))
         assert now.last_step == 8 and self.width == 5
-        assert now.step == 0 or {"loss", "grad_norm"} <= set(now.metrics)
+        assert now.step == 0 or {"loss", "grad_norm", "lr", "tokens_per_s", "step_time_s"} <= set(now.metrics)
         assert ("eval_loss" in now.metrics) == (now.event == "eval")
 
 
