@@ -45,3 +45,21 @@ def loaded(name, config, shardings=None):
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shardings = shardings or jax.tree.map(lambda _: here, shapes)
     return open_files(published(GOLDENS / name), config, shapes).load(shapes, shardings)
+
+
+def rounded(params):
+    """The parameters with relative changes of 6e-8, as of roundings."""
+    draw = np.random.default_rng(0)
+    return jax.tree.map(lambda x: (np.asarray(x) * (1 + 6e-8 * draw.standard_normal(x.shape))).astype(np.float32), params)
+
+
+@cache
+def tolerance(name):
+    """The largest error of logits in their standard deviations: three times what roundings of the weights make, where these grow."""
+    config = config_of(name)
+    if config.linear is None:
+        return 5e-5
+    params, variables, (tokens, _, std) = loaded(name, config), variables_of(name, config), expected(name)
+    apply = jax.jit(build(config).apply)
+    change = np.abs(np.asarray(apply(rounded(params), variables, tokens)) - apply(params, variables, tokens)).max() / std
+    return max(5e-5, 3 * float(change))

@@ -56,6 +56,10 @@ def batch_problems(run: Run, mesh: Mapping[str, int]) -> Iterator[str]:
     rule = run.rules.match_input("batch/inputs", 2).rule
     if rule is None:
         return
+    model, axes = run.config.model, [axis for axis in rule.dims(2)[1] if mesh.get(axis, 1) > 1]
+    if isinstance(model, ModelConfig) and model.linear is not None and axes:
+        why = f"a token needs the state that all earlier ones have made, but the rules split the sequence over {', '.join(axes)}"
+        yield f"{run.where('model.linear')}: model.linear: {why}. Use rules that do not"
     train = run.config.train
     shape = (train.batch // train.accumulate, run.config.model.seq)
     what = f"input batch / accumulate {train.accumulate}" if train.accumulate > 1 else "input batch"

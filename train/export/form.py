@@ -21,7 +21,7 @@ from ..settings.code.names import load_object
 from ..weights.described import Described, published
 from ..weights.describing import config_values, described_as_family, differences
 from ..weights.families.families import Family
-from ..weights.names import Shape, Source, sources_of
+from ..weights.names import Shape, Source, Structure, sources_of
 from ..weights.origin import DESCRIPTION, ORIGIN, check_kept, origin_files
 
 _OWN = "hugging_face"
@@ -29,19 +29,16 @@ _OWN = "hugging_face"
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The form in which a model is exported: its config.json, the names of its tensors, and other files to copy.
-
-    num_heads: of queries, and of keys.
-    """
+    """The form in which a model is exported: its config.json, the names of its tensors, and other files to copy."""
 
     config: Mapping[str, object]
     family: Family
     files: Mapping[str, Path] = field(default_factory=dict[str, Path])
-    num_heads: tuple[int, int] = (1, 1)
+    structure: Structure = field(default_factory=Structure)
 
     def sources(self, shapes: Mapping[str, Shape]) -> dict[str, Source]:
         """The sources of parameters of these shapes, by path. Raises InputError with every parameter that has none."""
-        return sources_of(self.family, shapes, self.num_heads)
+        return sources_of(self.family, shapes, self.structure)
 
 
 def run_form(run: Run, folder: Path, shapes: Mapping[str, Shape]) -> Form:
@@ -73,7 +70,7 @@ def form_of(config: ModelConfig, run_folder: Path, tokenizer: str | None, where:
     # Files of transformers 5 have the key `dtype` for what older ones call `torch_dtype`.
     values = {name: value for name, value in described.config.items() if name != "dtype"}
     files = {name: file for name, file in files.items() if name != DESCRIPTION}
-    return Form(config=values, family=described.family, files=files, num_heads=(config.heads, config.num_kv_heads))
+    return Form(config=values, family=described.family, files=files, structure=Structure.of(config))
 
 
 def own_form(model: object, keys: Mapping[str, object], shapes: Mapping[str, Shape], name: str, where: Callable[[str], str]) -> Form:

@@ -125,7 +125,8 @@ def _arrays(saved: SavedStep) -> dict[str, tuple[ArrayEntry, int]]:
     num_replicas = int(part == "average" and "anchor" in by_part)
     frozen = by_part.get(FROZEN, {}) | frozen_paths(saved.manifest.base)
     # Each replica has its own, whichever parameters are exported.
-    variables = {path: (entry, int("anchor" in by_part)) for path, entry in by_part.get("variables", {}).items() if path == ROUTER_BIAS}
+    kept = {path: entry for path, entry in by_part.get("variables", {}).items() if path.endswith(ROUTER_BIAS)}
+    variables = {path: (entry, int("anchor" in by_part)) for path, entry in kept.items()}
     return (
         variables
         | {path: (entry, num_replicas) for path, entry in by_part[part].items()}

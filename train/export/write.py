@@ -42,7 +42,7 @@ def write_export(
     shapes = model.shapes
     sources = form.sources(shapes)
     # A rounding of the biases may change which experts are chosen.
-    types = {path: EXPORTED["f32" if path == ROUTER_BIAS else dtype] for path in shapes}
+    types = {path: EXPORTED["f32" if path.endswith(ROUTER_BIAS) else dtype] for path in shapes}
     tensors = {name: (types[path], shape) for path in shapes for name, shape in tensors_of({path: sources[path]}, shapes).items()}
 
     def parts() -> Iterator[Piece]:
@@ -69,4 +69,4 @@ def _tensor_parts(source: Source, place: Span, value: np.ndarray) -> Iterator[Pi
         name = source.at([span.start + n for span, n in zip(stacked, index, strict=True)])
         for run, own in runs:
             slices, part = (*inner[:-1], run), value[index][..., own]
-            yield name, tuple(source.turned(slices)), part.swapaxes(-1, -2) if source.is_transposed else part
+            yield name, tuple(source.turned(slices, slice(0, 1))), source.tensor_part(part)

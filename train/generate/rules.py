@@ -6,7 +6,8 @@ first token. Three things differ from training:
 - Parameters are not split over the axes of the batch, as FSDP splits them. Experts stay where their rule has them.
 - A step has one token of each row, so nothing but a cache is split along the sequence.
 - The cache [b, n, k, h] is laid out by the rules of the tensors `k_cache` and `v_cache`; without any it is as `k` and `v` are. Axes that
-  do not divide the key/value heads do not split them. That of latent attention has one head, and `k` and `v` have all of them.
+  do not divide the key/value heads do not split them. That of latent attention has one head, and `k` and `v` have all of them. The states
+  of linear attention are split by its heads of keys.
 """
 
 from __future__ import annotations
@@ -37,16 +38,17 @@ def rules_of(run: Run, mesh: Mapping[str, int], *, gathers: bool = False) -> tup
     found = rules.match_input("batch/inputs", 2).rule
     batch = () if found is None else found.dims(2)[0]
     kv_heads = (model.kept_sizes[0], model.num_kv_heads) if isinstance(model, ModelConfig) else None
-    return generation_rules(rules, batch, mesh, kv_heads, gathers=gathers), batch
+    linear = model.linear.num_key_heads if isinstance(model, ModelConfig) and model.linear is not None else 1
+    return generation_rules(rules, batch, mesh, kv_heads, linear, gathers=gathers), batch
 
 
 def generation_rules(
-    rules: Rules, batch: Axes, mesh: Mapping[str, int], kv_heads: tuple[int, int] | None, *, gathers: bool = False
+    rules: Rules, batch: Axes, mesh: Mapping[str, int], kv_heads: tuple[int, int] | None, linear_heads: int = 1, *, gathers: bool = False
 ) -> Rules:
     """The rules of generation. batch: the axes that split rows.
 
-    kv_heads: the number of heads in the cache of a decoder, and of key and value heads; None for a model of another kind. gathers:
-    parameters remain split as in training.
+    kv_heads: the number of heads in the cache of a decoder, and of key and value heads; None for a model of another kind. linear_heads:
+    the number of key heads of linear attention. gathers: parameters remain split as in training.
     """
     gathered = () if gathers else batch
     signals = tuple(_of_one_token(rule, gathered) for rule in rules.signals)
@@ -61,7 +63,10 @@ def generation_rules(
         stacks = {f"cache/full/{n}": _of_stack(layout[name]) for n, name in zip(("keys", "values"), _KEYS, strict=True)}
         # The slots of a window need not be divisible.
         windows = {path.replace("full", "window"): [*spec[:3], None, *spec[4:]] for path, spec in stacks.items()}
-        tree["inputs"] = {**stacks, **windows, **tree["inputs"]}
+        heads = _layout(rules, "k", batch, mesh, linear_heads)[2]
+        states = {f"cache/linear/{name}": [None, [*batch], None, heads] for name in ("q", "k", "v")}
+        states |= {"cache/linear/matrices": [None, [*batch], heads, None, None, None]}
+        tree["inputs"] = {**stacks, **windows, **states, **tree["inputs"]}
     own = make_rules({**tree, "default": "replicate"})
     inputs = (*named, *own.inputs, *rules.inputs)
     return replace(rules, signals=(*own.signals, *signals), params=params, optimizer=(), inputs=inputs, default="replicate", otherwise=None)

@@ -41,6 +41,7 @@ class Attention(nnx.Module):
         by_head = config.qk_norm == "head"
         self.q_norm: Any = make_norm(config, config.head_size if by_head else queries, rngs) if config.qk_norm else None
         self.k_norm: Any = make_norm(config, config.head_size if by_head else keys, rngs) if config.qk_norm else None
+        self.gate_proj: Any = make(config.embed, config.heads * config.value_size) if config.attention_gate else None
         self.sinks = nnx.Param(jnp.zeros(config.heads, jnp.float32)) if config.attention_sinks else None
         self.attend, self.config = attend, config
         options = {"scale": config.attention_scale, "softcap": config.attention_softcap}
@@ -49,7 +50,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, rows: Rows, flags: LayerFlags, cache: Cache | None = None) -> tuple[jax.Array, Any]:
         config = self.config
-        q, k, v = read_by(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v, *gates = read_by(x, self.q_proj, self.k_proj, self.v_proj, *([self.gate_proj] if self.gate_proj else []))
         if config.qk_norm == "all":
             q, k = cheap(self.q_norm)(q), cheap(self.k_norm)(k)
         # [b, s, n · h] → [b, s, n, h]
@@ -64,8 +65,10 @@ class Attention(nnx.Module):
             heads, kept = self._attended(q, k, v, rows.segments, flags), KeysValues(k, v)
         else:
             heads, kept = self._recalled(q, KeysValues(k, v), rows, flags, cache)
-        heads = signal.tensor(heads, "heads")  # [b, s, n, h]
-        return signal.tensor(self.out(heads.reshape(*x.shape[:2], -1)), "out"), kept  # [b, s, n · h] → [b, s, d]
+        heads = signal.tensor(heads, "heads").reshape(*x.shape[:2], -1)  # [b, s, n, h] → [b, s, n · h]
+        for gate in gates:
+            heads = cheap(_gated)(heads, gate)
+        return signal.tensor(self.out(heads), "out"), kept  # [b, s, n · h] → [b, s, d]
 
     def _attended(self, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, flags: LayerFlags) -> jax.Array:
         mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]  # [b, 1, s, s]
@@ -103,3 +106,7 @@ class Attention(nnx.Module):
         if window is None or window >= seq or flags.is_full is True:
             return None
         return window if flags.is_full is False else jnp.where(flags.is_full, seq, window)
+
+
+def _gated(x: jax.Array, gate: jax.Array) -> jax.Array:
+    return x * jax.nn.sigmoid(gate)

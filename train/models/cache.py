@@ -10,15 +10,16 @@ Layers with a window have a stack of their own, of no more slots than the window
 A stack has its heads before its slots, as the matmuls of attention read it. XLA for GPUs would transpose the stack for every token if it
 had another order.
 
-Latent attention keeps latents and rotated keys in the place of keys and values, as of one head; their widths differ.
+Latent attention keeps latents and rotated keys in the place of keys and values, as of one head; their widths differ. Linear attention keeps
+states of constant size, whatever the number of slots.
 
 L layers of a stack, b rows, n slots, s tokens, k key/value heads, h head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,18 +36,36 @@ class KeysValues(NamedTuple):
     values: jax.Array
 
 
+class States(NamedTuple):
+    """The states of linear attention: the last inputs of its convolutions [L, b, t - 1, c], and matrices f32[L, b, k, g, h, e].
+
+    Of one layer without the first dim. t taps of a convolution, c channels, k heads of keys, g heads of values of each.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    matrices: jax.Array
+
+
 class Cache(NamedTuple):
-    """The stacks of layers that see all earlier tokens, and of layers with a window; None without such layers. step: int32[]."""
+    """The stacks of layers that see all earlier tokens, of layers with a window, and of linear attention; None without such layers.
+
+    step: int32[].
+    """
 
     full: KeysValues | None
     window: KeysValues | None
+    linear: States | None
     step: jax.Array
 
 
-def kinds_of(config: ModelConfig) -> tuple[list[int], list[int]]:
-    """The layers that see all earlier tokens, and those with a window."""
+def kinds_of(config: ModelConfig) -> tuple[list[int], list[int], list[int]]:
+    """The layers that see all earlier tokens, those with a window, and those with linear attention."""
     is_full = [config.window is None or config.window >= config.seq or n in config.full_layers for n in range(config.layers)]
-    return [n for n, full in enumerate(is_full) if full], [n for n, full in enumerate(is_full) if not full]
+    attention = [n for n, kind in enumerate(config.kinds) if kind == "attention"]
+    linear = [n for n, kind in enumerate(config.kinds) if kind == "linear"]
+    return [n for n in attention if is_full[n]], [n for n in attention if not is_full[n]], linear
 
 
 def places_of(config: ModelConfig) -> list[int]:
@@ -54,16 +73,20 @@ def places_of(config: ModelConfig) -> list[int]:
     return [kind.index(n) for n in range(config.layers) for kind in kinds_of(config) if n in kind]
 
 
-def filled(config: ModelConfig, new: KeysValues, lengths: jax.Array, step: jax.Array, slots: int) -> Cache:
-    """The cache of texts that are read at once. new: [L, b, s, k, h] of all layers. lengths: int[b]."""
+def filled(config: ModelConfig, new: Mapping[str, Any], lengths: jax.Array, step: jax.Array, slots: int) -> Cache:
+    """The cache of texts that are read at once. new: of all layers of a kind, `KeysValues` of tokens or `States`. lengths: int[b]."""
+    full, window, _ = kinds_of(config)
+    attention = sorted([*full, *window])
 
     def stack(layers: Sequence[int], size: int) -> KeysValues | None:
+        if not layers:
+            return None
         ages = jnp.mod(step - 1 - jnp.arange(size), size)
         token = jnp.clip(lengths[:, None] - 1 - ages[None, :], 0)[None, :, :, None, None]  # [1, b, n, 1, 1]
-        return KeysValues(*(jnp.take_along_axis(x[jnp.array(layers)], token, axis=2).swapaxes(2, 3) for x in new)) if layers else None
+        places = jnp.array([attention.index(n) for n in layers])
+        return KeysValues(*(jnp.take_along_axis(x[places], token, axis=2).swapaxes(2, 3) for x in new["attention"]))
 
-    full, window = kinds_of(config)
-    return Cache(stack(full, slots), stack(window, min(slots, config.window or slots)), step)
+    return Cache(stack(full, slots), stack(window, min(slots, config.window or slots)), new.get("linear"), step)
 
 
 def grown(cache: Cache, config: ModelConfig, slots: int) -> Cache:
@@ -75,7 +98,7 @@ def grown(cache: Cache, config: ModelConfig, slots: int) -> Cache:
         ages = jnp.mod(cache.step - 1 - jnp.arange(size), size)
         return KeysValues(*(jnp.take(x, jnp.mod(cache.step - 1 - ages, x.shape[3]), axis=3) for x in old))
 
-    return Cache(stack(cache.full, slots), stack(cache.window, min(slots, config.window or slots)), cache.step)
+    return cache._replace(full=stack(cache.full, slots), window=stack(cache.window, min(slots, config.window or slots)))
 
 
 def written(cache: Cache, new: KeysValues, place: jax.Array | bool, is_full: bool | jax.Array) -> Cache:
@@ -90,7 +113,7 @@ def written(cache: Cache, new: KeysValues, place: jax.Array | bool, is_full: boo
     is_full, has_window = (True, False) if cache.window is None else (False, True) if cache.full is None else (is_full, None)
     if has_window is None:
         has_window = jnp.logical_not(is_full)
-    return Cache(stack(cache.full, is_full), stack(cache.window, has_window), cache.step)
+    return cache._replace(full=stack(cache.full, is_full), window=stack(cache.window, has_window))
 
 
 def _written(stack: jax.Array, new: jax.Array, place: jax.Array | bool, step: jax.Array, is_own: bool | jax.Array) -> jax.Array:

@@ -16,9 +16,8 @@ from ..settings.code.names import OR_OWN, is_name
 from ..settings.numbers import NotNegative
 from ..settings.sections import OTHER_WORDS
 from .experts.config import ExpertsConfig
-from .options import BiasName, Options, Width
+from .options import BiasName, Heads, LayerKind, Options, Width
 
-Heads = Annotated[int, Bound(low=1, high=10_000)]
 Large = Annotated[int, Bound(low=1, high=10_000_000)]
 
 
@@ -141,6 +140,12 @@ class ModelConfig(Options):
         return (self.num_kv_heads, self.head_size, self.head_size) if latent is None else (1, latent.rank, latent.rope_dim)
 
     @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        pattern = self.pattern or ("attention",)
+        return tuple(pattern[n % len(pattern)] for n in range(self.layers))
+
+    @property
     def ffn_size(self) -> int:
         """The width of the MLP."""
         # A gated MLP has three matrices where another has two: 2/3 of 4 x embed has as many parameters, rounded up to a multiple of 64.
@@ -170,7 +175,8 @@ class ModelConfig(Options):
         """FLOPs of the forward and the backward pass for one token, the numerator of MFU.
 
         6 for each parameter that is multiplied, or 4 if it is frozen, and 6 · layers · width · seq for attention, as in PaLM (arXiv
-        2204.02311, appendix B), but for the half of the scores that a causal mask leaves. Recompute does not count. Rows that are looked up
+        2204.02311, appendix B), but for the half of the scores that a causal mask leaves. Linear attention counts as its
+        recurrence. Recompute does not count. Rows that are looked up
         are not multiplied: learned positions, and the embedding unless it is the output projection too. Nor are experts that a token does
         not go through. If parameters are frozen, these are taken to be among them.
         """
@@ -178,12 +184,17 @@ class ModelConfig(Options):
         looked_up = (0 if self.tied else self.vocab * self.embed) - self.num_further * self.vocab * self.embed
         looked_up += self.seq * self.embed if self.positions == "learned" else 0
         window = min(self.window or self.seq, self.seq)
-        layers = self.layers + self.num_further
-        windowed = 0 if self.window is None else layers - len(set(self.full_layers))
+        attending = [n for n, kind in enumerate(self.kinds) if kind == "attention"]
+        with_attention = len(attending) + self.num_further
+        windowed = 0 if self.window is None else len(set(attending) - set(self.full_layers)) + self.num_further
         # The tokens that a token sees on average: half of the sequence, or a window that is shorter for the first tokens.
-        seen = (layers - windowed) * self.seq / 2 + windowed * (window - window**2 / (2 * self.seq))
+        seen = (with_attention - windowed) * self.seq / 2 + windowed * (window - window**2 / (2 * self.seq))
         # Scores and weighted values are two matmuls of 2 FLOPs each. Forward and backward make it three times as much.
         attention = 6 * self.heads * (self.head_size + self.value_size) * seen
+        if self.linear is not None:
+            # A token's key meets the matrix of each head, changes it, and its query meets what has become of it.
+            of_layer = self.linear.heads * self.linear.key_dim * self.linear.value_dim
+            attention += 18 * (self.layers - len(attending)) * of_layer
         idle = looked_up + self.idle_parameters
         return 6.0 * (num_parameters - idle) - 2.0 * max(num_frozen - idle, 0) + attention
 

@@ -1,8 +1,9 @@
-"""The decoder that every kind of model is: tokens in, a stack of equal layers, scores of the next token out.
+"""The decoder that every kind of model is: tokens in, a stack of layers, scores of the next token out.
 
 Models differ in options (`options.py`): the norm and its place, the MLP, biases, where positions enter, which tokens a layer sees. The
 layers are one module whose parameters have a leading dim [layers, ...], run by a scan: the program, and the time to compile it, does not
-grow with depth. That scan is what a pipeline cuts into stages.
+grow with depth. That scan is what a pipeline cuts into stages. Where layers are of several kinds, its body is a period of them, or there
+are several scans (`stacks.py`).
 
 Signals name the regions (`embed`, `layers`, `attn`, `mlp`, `head`) and the values in them; they do nothing until rules name them.
 
@@ -11,7 +12,7 @@ b batch, s seq, d embed, v vocab.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,6 +37,8 @@ from .mlp import MLP
 from .model import Model, Table, Terms, Vector, of_nnx
 from .moe import MoE
 from .mtp import SecondToken
+from .recurrent.delta import DeltaNet
+from .stacks import LayerStack, in_order, stacks_of
 from .tokens import LayerFlags, Rows
 
 _TILE = 64
@@ -48,7 +51,7 @@ def build(config: ModelConfig, attention: AttentionKernel = XLA) -> Model:
     model, experts = of_nnx(lambda rngs: Decoder(config, attention, rngs=rngs)), config.experts
     if experts is None:
         return model
-    settle = partial(balance.settled, config=experts)
+    settle = partial(balance.settled, config=experts, stacks=[stack.paths for stack in stacks_of(config) if not stack.is_dense])
     return replace(model, terms=lambda decoder: decoder.terms, settle=settle, is_trained_differently=experts.has_losses)
 
 
@@ -61,9 +64,10 @@ class Decoder(nnx.Module):
         self.embed = Embedding(config.vocab, config.embed, dtype, name="embedding", rngs=rngs)
         is_learned = config.positions == "learned"
         self.positions = Vector(TABLE_INIT(rngs.params(), (config.seq, config.embed), jnp.float32)) if is_learned else None
-        dense = 0 if config.experts is None else config.experts.first_dense
-        self.dense = stacked(lambda rngs: Block(replace(config, experts=None), attention, rngs=rngs), dense, rngs)
-        self.layers = stacked(lambda rngs: Block(config, attention, rngs=rngs), config.layers - dense, rngs)
+        self.stacks = stacks_of(config)
+        for stack in self.stacks:
+            own = replace(config, experts=None) if stack.is_dense else config
+            setattr(self, stack.name, stacked(partial(_period, own, stack, attention), stack.count, rngs))
         self.mtp = stacked(lambda rngs: SecondToken(config, Block(config, attention, rngs=rngs), rngs=rngs), config.num_further, rngs)
         self.norm = make_norm(config, config.embed, rngs)
         self.head = None if config.tied else Embedding(config.vocab, config.embed, dtype, name="unembedding", rngs=rngs)
@@ -96,7 +100,8 @@ class Decoder(nnx.Module):
             following = signal.tensor(self.embed(jnp.roll(tokens, -1, axis=1)), "rows")
         last = self.config.layers
         with signal.context("layers"):
-            ((x, _), _), (more, _) = scan_layers(self.mtp, (x, following), rows, layer_flags(self.config, last - 1, last))
+            stack = LayerStack(name="mtp", first=last - 1, kinds=("attention",), count=1)
+            ((x, _), _), [(more, _)] = scan_layers(self.mtp, stack, (x, following), rows, [layer_flags(self.config, stack.layers(0))])
         self.second = nnx.data(self._scored(x, is_normed=True))
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), sums, more)
 
@@ -118,8 +123,7 @@ class Decoder(nnx.Module):
             return scores(x, table, self.config.logits_softcap)[:, 0]
 
     def _stream(self, tokens: jax.Array, rows: Rows, cache: Cache | None = None, *, keeps: bool = False) -> tuple[jax.Array, Any, Any]:
-        """The stream [b, s, d] behind the layers, what experts were given, and the cache or (keeps) the keys and values of all layers."""
-        experts = self.config.experts
+        """The stream [b, s, d] behind the layers, what experts were given, and the cache or (keeps) what caches keep, by kind of layer."""
         with signal.context("embed"):
             x = signal.tensor(self.embed(tokens), "rows")
             if self.positions is not None:
@@ -128,15 +132,17 @@ class Decoder(nnx.Module):
                 x = x * jnp.asarray(self.config.embed_scale, x.dtype)
             # It has another name, so that `out` of this signal may differ from the layout of the rows.
             x = signal.tensor(x, "stream")
+        sums: list[list[Any]] = []
+        made: dict[str, list[list[Any]]] = {}
         with signal.context("layers"):
-            num_dense, first = 0 if experts is None else experts.first_dense, None
-            flags = partial(layer_flags, self.config, is_cached=cache is not None)
-            if self.dense is not None:
-                (x, cache), (_, first) = scan_layers(self.dense, x, rows, flags(0, num_dense), cache, keeps=keeps)
-            (x, cache), (sums, new) = scan_layers(self.layers, x, rows, flags(num_dense, self.config.layers), cache, keeps=keeps)
-        if first is not None:
-            new = jax.tree.map(lambda *parts: jnp.concatenate(parts), first, new)
-        return x, sums, new if keeps else cache
+            for stack in self.stacks:
+                flags = [layer_flags(self.config, stack.layers(n), is_cached=cache is not None) for n in range(len(stack.kinds))]
+                (x, cache), found = scan_layers(getattr(self, stack.name), stack, x, rows, flags, cache, keeps=keeps)
+                sums += [] if stack.is_dense else [[routed for routed, _ in found]]
+                for kind in dict.fromkeys(stack.kinds):
+                    own = [kept for other, (_, kept) in zip(stack.kinds, found, strict=True) if other == kind]
+                    made.setdefault(kind, []).append(own)
+        return x, in_order(sums), {kind: in_order(parts) for kind, parts in made.items()} if keeps else cache
 
     def _scored(self, x: jax.Array, *, is_normed: bool = False) -> tuple[jax.Array, jax.Array]:
         with signal.context("head"):
@@ -151,24 +157,52 @@ class Decoder(nnx.Module):
 
     def _count(self, sums: Routed, seq: int, experts: ExpertsConfig) -> None:
         """Keeps what the layers have routed: the terms of the loss, the loads for the step, and the counts [L, b, E] for metrics."""
-        counts = jnp.split(jnp.sum(sums.counts, axis=1), [self.config.layers - experts.first_dense])
-        for block, own in zip((self.layers, self.mtp and self.mtp.block), counts, strict=True):
-            if block is not None:
+        counts, first = jnp.sum(sums.counts, axis=1), experts.first_dense
+        for stack in self.stacks:
+            for place, block in enumerate([] if stack.is_dense else _blocks(getattr(self, stack.name), stack)):
+                layers = stack.layers(place)
+                # A slice of all layers is the array itself.
+                own = counts if len(layers) == len(counts) else counts[layers.start - first : layers.stop - first : layers.step]
                 block.moe.load[...] = block.moe.load[...] + own
+        if self.mtp is not None:
+            self.mtp.block.moe.load[...] = self.mtp.block.moe.load[...] + counts[-1:]
         self.terms, self.counts = nnx.data(balance.terms(sums, seq, experts)), nnx.data(sums.counts)
+
+
+def _period(config: ModelConfig, stack: LayerStack, attention: AttentionKernel, rngs: nnx.Rngs) -> nnx.Module:
+    """The layers of a period, which is a layer itself where it has one."""
+    if len(stack.kinds) == 1:
+        return Block(config, attention, stack.kinds[0], rngs=rngs)
+    return Period({name: Block(config, attention, kind, rngs=rngs) for name, kind in zip(stack.names, stack.kinds, strict=True)})
+
+
+class Period(nnx.Module):
+    """Layers of several kinds, by name."""
+
+    def __init__(self, blocks: Mapping[str, Block]):
+        for name, block in blocks.items():
+            setattr(self, name, block)
+
+
+def _blocks(period: Any, stack: LayerStack) -> list[Any]:
+    return [getattr(period, name) if name else period for name in stack.names]
 
 
 class Block(nnx.Module):
     """One layer: attention and MLP, which add to x. Their norms are before them (arXiv 2002.04745), after them, or both.
 
-    [b, s, d] → [b, s, d], what experts in the place of the MLP were given, and keys and values as in `Attention`.
+    [b, s, d] → [b, s, d], what experts in the place of the MLP were given, and what a cache keeps, as in `Attention` and `DeltaNet`.
+    kind: attention, or linear attention.
     """
 
-    def __init__(self, config: ModelConfig, attention: AttentionKernel, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, attention: AttentionKernel, kind: str = "attention", *, rngs: nnx.Rngs):
         norm = partial(make_norm, config, config.embed, rngs)
         is_before, is_after = config.norm_place != "after", config.norm_place != "before"
         self.attn_norm = norm() if is_before else None
-        self.attn = (Attention if config.latent is None else LatentAttention)(config, attend=attention.attend, rngs=rngs)
+        if kind == "linear":
+            self.attn: Any = DeltaNet(config, rngs=rngs)
+        else:
+            self.attn = (Attention if config.latent is None else LatentAttention)(config, attend=attention.attend, rngs=rngs)
         self.mlp_norm = norm() if is_before and config.parallel != "one_norm" else None
         self.mlp: Any = MLP(config, rngs=rngs) if config.experts is None else None
         self.moe = None if config.experts is None else MoE(config, rngs=rngs)
@@ -210,36 +244,47 @@ def stacked(make: Callable[[nnx.Rngs], nnx.Module], num_layers: int, rngs: nnx.R
 
 
 def scan_layers(
-    layers: Any, x: Any, rows: Rows, flags: LayerFlags, cache: Cache | None = None, *, keeps: bool = False
-) -> tuple[tuple[jax.Array, Cache | None], tuple[Any, Any]]:
-    """x [b, s, d] and a cache through stacked layers, and what experts were given and (keeps) keys and values, [layers, ...].
+    layers: Any,
+    stack: LayerStack,
+    x: Any,
+    rows: Rows,
+    flags: Sequence[LayerFlags],
+    cache: Cache | None = None,
+    *,
+    keeps: bool = False,
+) -> tuple[tuple[jax.Array, Cache | None], list[tuple[Any, Any]]]:
+    """x [b, s, d] and a cache through a stack, and what experts were given and (keeps) what caches keep, [periods, ...], of each place.
 
-    flags: those of all layers, [layers] where they differ.
+    flags: of each place of the period, those of its layers, [periods] where they differ.
     """
-    # All layers have the same graph of modules. The scan takes one layer's slice of each parameter and fills the graph with it.
+    # All periods have the same graph of modules. The scan takes one period's slice of each parameter and fills the graph with it.
     graphdef, params = nnx.split(layers)
-    varied = {name: flag for name, flag in flags._asdict().items() if not isinstance(flag, bool)}
+    varied = [{name: flag for name, flag in own._asdict().items() if not isinstance(flag, bool)} for own in flags]
 
-    def layer(carry: tuple[jax.Array, Cache | None], own: tuple[Any, Any]) -> tuple[Any, Any]:
+    def period(carry: tuple[jax.Array, Cache | None], own: tuple[Any, Any]) -> tuple[Any, Any]:
         (x, cache), (params, varied) = carry, own
-        x, sums, kept = nnx.merge(graphdef, params)(x, rows, flags._replace(**varied), cache)
-        # The cache is carried, so that each layer writes into it where it is.
-        return (x, None if cache is None else kept), (sums, kept if keeps else None)
+        made: list[tuple[Any, Any]] = []
+        for block, same, differing in zip(_blocks(nnx.merge(graphdef, params), stack), flags, varied, strict=True):
+            x, sums, kept = block(x, rows, same._replace(**differing), cache)
+            # The cache is carried, so that each layer writes into it where it is.
+            cache = None if cache is None else kept
+            made.append((sums, kept if keeps else None))
+        return (x, cache), made
 
-    return jax.lax.scan(layer, (x, cache), (params, varied))
+    return jax.lax.scan(period, (x, cache), (params, varied))
 
 
-def layer_flags(config: ModelConfig, first: int, end: int, *, is_cached: bool = False) -> LayerFlags:
-    """The flags of layers first to end: one bool if it is that of all of them, otherwise bool[layers]. is_cached: with their places."""
+def layer_flags(config: ModelConfig, layers: range, *, is_cached: bool = False) -> LayerFlags:
+    """The flags of these layers: one bool if it is that of all of them, otherwise bool[layers]. is_cached: with their places."""
 
     def flag(is_true: Callable[[int], bool]) -> bool | jax.Array:
-        values = [is_true(n) for n in range(first, end)]
+        values = [is_true(n) for n in layers]
         return values[0] if len(set(values)) == 1 else jnp.array(values)
 
     return LayerFlags(
         is_full=flag(lambda n: config.window is None or n in config.full_layers),
         rotates=flag(lambda n: n not in config.unrotated_layers),
-        place=is_cached and jnp.array(caches.places_of(config)[first:end]),
+        place=is_cached and jnp.array(caches.places_of(config)[layers.start : layers.stop : layers.step]),
     )
 
 

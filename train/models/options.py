@@ -19,6 +19,8 @@ Length = Annotated[int, Bound(low=1, high=100_000_000)]
 BiasName = Literal["qkv", "out", "mlp", "head", "experts", "router"]
 LayerNumber = Annotated[int, Bound(low=0, high=9_999)]
 Width = Annotated[int, Bound(low=1, high=1_000_000)]
+Heads = Annotated[int, Bound(low=1, high=10_000)]
+LayerKind = Literal["attention", "linear"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,36 @@ class LatentConfig:
     longest: Length | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class LinearConfig:
+    """`model.linear`: linear attention by gated delta nets (arXiv 2412.06464), in the layers that `pattern` calls linear.
+
+    A layer keeps one matrix of each head for all earlier tokens, so that its time grows with the tokens, and its memory does not.
+
+    heads: the number of heads of values.
+    key_heads: the number of heads of queries and keys, a divisor of `heads`; null: the same as `heads`.
+    key_dim: the width of a head's queries and keys.
+    value_dim: the width of a head's values.
+    taps: the tokens that the convolution of queries, keys and values reads, its own included.
+    """
+
+    heads: Heads = 4
+    key_heads: Heads | None = None
+    key_dim: Width = 32
+    value_dim: Width = 32
+    taps: Annotated[int, Bound(low=1, high=64)] = 4
+
+    @property
+    def num_key_heads(self) -> int:
+        """Heads of queries and keys; by default as many as those of values."""
+        return self.key_heads or self.heads
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Heads that do not fit."""
+        if self.heads % self.num_key_heads:
+            yield "key_heads", f"heads {self.heads} is not divisible by key_heads {self.key_heads}. Use a divisor of {self.heads}"
+
+
 _KEYS = {
     "linear": ("kind", "factor", "magnitude"),
     "llama3": ("kind", "factor", "low", "high", "original", "magnitude"),
@@ -112,6 +144,9 @@ class Options:
     window_theta: `rope_theta` of layers with a window, where it differs; it is never scaled.
     full_layers: layers without the window, counted from 0.
     latent: keys and values of all heads are made of one latent (MLA); null: each has a matrix of its own.
+    pattern: the kinds of the layers, repeated for all of them: attention, or linear attention, as `linear` says; empty: attention.
+    linear: the sizes of linear attention (gated delta nets) in the layers that `pattern` calls linear.
+    attention_gate: whether each number that attention gives is multiplied by a gate, the sigmoid of a projection of the token.
     norm: RMSNorm; RMSNorm whose factor is 1 + scale; LayerNorm; LayerNorm without a bias.
     norm_place: norms before attention and MLP, after them, or both.
     norm_eps: the epsilon of the norms.
@@ -142,6 +177,9 @@ class Options:
     window_theta: Positive | None = None
     full_layers: tuple[LayerNumber, ...] = ()
     latent: LatentConfig | None = None
+    pattern: tuple[LayerKind, ...] = ()
+    linear: LinearConfig | None = None
+    attention_gate: bool = False
     norm: Literal["rms", "rms_plus_one", "layer", "layer_unbiased"] = "rms"
     norm_place: Literal["before", "after", "both"] = "before"
     norm_eps: Positive = 1e-5
@@ -168,6 +206,7 @@ class Options:
         if self.rope_scaling is not None:
             yield from self._scaling_problems(self.rope_scaling, rotated, seq)
         yield from self._latent_problems(head_size, seq)
+        yield from self._pattern_problems()
         for name in ("unrotated_layers", "full_layers"):
             beyond = [n for n in getattr(self, name) if n >= layers]
             if beyond:
@@ -181,6 +220,15 @@ class Options:
                 yield name, f"only a gated MLP with silu has it. Leave {name} out, or use gated: true and activation: silu"
         if self.parallel and self.norm_place != "before":
             yield "parallel", "a parallel block has norms before its parts only. Leave norm_place out"
+
+    def _pattern_problems(self) -> Iterator[tuple[str, str]]:
+        if (self.linear is not None) != ("linear" in self.pattern):
+            key, other = ("linear", "pattern") if self.linear is not None else ("pattern", "linear")
+            yield key, f"layers with linear attention need pattern and linear. Give {other}, too, or leave {key} out"
+        if self.pattern and "attention" not in self.pattern:
+            yield "pattern", "no layer has attention. Use attention for one of them at least"
+        if self.attention_gate and self.latent is not None:
+            yield "attention_gate", "latent attention has no gate. Leave one of them out"
 
     def _latent_problems(self, head_size: int, seq: int) -> Iterator[tuple[str, str]]:
         latent = self.latent

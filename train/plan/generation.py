@@ -132,7 +132,7 @@ def _rules_text(run: Run, batch: Sequence[str]) -> str:
     return f"{name}, with parameters that are not split over {' and '.join(axes)}" if axes else str(name)
 
 
-def _local_bytes(tree: Tree) -> int:
+def _local_bytes(tree: Tree | Cache) -> int:
     """The bytes of arrays on one device."""
     return sum(math.prod(_local_shape(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
@@ -143,8 +143,8 @@ def _local_shape(x: jax.Array | jax.ShapeDtypeStruct) -> tuple[int, ...]:
 
 
 def _formula_bytes(config: ModelConfig, cache: Cache, rows: int, slots: int) -> int:
-    """The bytes of a decoder's cache on one device: `kept_sizes` numbers for each layer and token, and the step."""
-    (full, windowed), (heads, *widths) = kinds_of(config), config.kept_sizes
+    """The bytes of a decoder's cache on one device: `kept_sizes` numbers for each layer and token, states, and the step."""
+    (full, windowed, _), (heads, *widths) = kinds_of(config), config.kept_sizes
 
     def stack(arrays: KeysValues | None, layers: int, tokens: int) -> int:
         if arrays is None:
@@ -153,7 +153,8 @@ def _formula_bytes(config: ModelConfig, cache: Cache, rows: int, slots: int) -> 
         numbers = layers * rows * tokens * heads * sum(widths)
         return numbers * arrays.keys.dtype.itemsize // shards
 
-    return stack(cache.full, len(full), slots) + stack(cache.window, len(windowed), min(slots, config.window or slots)) + 4
+    states = _local_bytes(cache._replace(full=None, window=None)) - 4
+    return stack(cache.full, len(full), slots) + stack(cache.window, len(windowed), min(slots, config.window or slots)) + states + 4
 
 
 # -- for a person ----------------------------------------------------------------------------------------------------------

@@ -141,10 +141,10 @@ def _model(run: Run, unit: int, stages: int) -> dict[str, object]:
     chunks = stages * virtual
     heads = unit * min(config.heads // kv_heads, 4)
     first = 0 if config.experts is None else config.experts.first_dense
-    dense = min(first, 1)
+    dense, period = min(first, 1), len(config.pattern) or 1
     new: dict[str, object] = {
         # Chunks of equal length stay so, others do not become so.
-        "model.layers": dense + max(chunks, 2) + bool((config.layers - first) % stages),
+        "model.layers": dense + period * (max(chunks, 2) + bool((config.layers - first) // period % stages)),
         "model.embed": heads * _HEAD,
         "model.heads": heads,
         "model.kv_heads": unit if config.kv_heads is not None else None,
@@ -159,6 +159,9 @@ def _model(run: Run, unit: int, stages: int) -> dict[str, object]:
     if config.latent is not None:
         sizes = {"rank": unit * _HEAD, "query_rank": config.latent.query_rank and unit * _HEAD, "rope_dim": _HEAD // 2, "value_dim": None}
         new |= {f"model.latent.{name}": size for name, size in sizes.items()}
+    if config.linear is not None:
+        sizes = {"heads": 2 * unit, "key_heads": unit, "key_dim": _HEAD, "value_dim": _HEAD}
+        new |= {f"model.linear.{name}": size for name, size in sizes.items()}
     if config.experts is not None:
         new["model.experts.count"] = min(config.experts.count, _MOST_EXPERTS)
         new["model.experts.ffn"] = unit * _HEAD

@@ -116,7 +116,7 @@ def described_by(config: ConfigJson, file: Path) -> Described:
         family=family,
         keys={name: value for name, value in options.items() if value is not None},
         names=names,
-        others=(*others, *(f"model.layers.{n}." for n in behind)),
+        others=(*others, *family.others, *(f"model.layers.{n}." for n in behind)),
         block=block,
         is_mxfp4=is_mxfp4,
         unread=unread,

@@ -104,7 +104,9 @@ def config_values(config: ModelConfig) -> dict[str, Any]:
     if config.rope_scaling is None and config.window_theta == config.rope_theta:
         values["window_theta"] = None
     latent = config.latent and replace(config.latent, value_dim=config.value_size)
-    for name, part in (("experts", experts), ("rope_scaling", config.rope_scaling), ("latent", latent)):
+    linear = config.linear and replace(config.linear, key_heads=config.linear.num_key_heads)
+    values["pattern"] = list(config.kinds)
+    for name, part in (("experts", experts), ("rope_scaling", config.rope_scaling), ("latent", latent), ("linear", linear)):
         if part is not None:
             del values[name]
             values |= {f"{name}.{field.name}": getattr(part, field.name) for field in dataclasses.fields(part)}

@@ -20,19 +20,20 @@ from jgt import Packing, path_text
 from jgt.document import InputError
 
 from ..models.config import ModelConfig
+from ..models.stacks import stacks_of
 from ..step.trained import divided
 from .described import Described
 from .eight_bits import EightBits
 from .families.family import LLAMA
 from .foreign import first
 from .four_bits import FourBits
-from .names import Shape, Source, folder_names, misfits, sources_of, tensors_of
+from .names import Shape, Source, Structure, folder_names, misfits, sources_of, tensors_of
 from .safetensors import Folder, check_finite, open_folder
 
 # The elements that are compared at once.
 _PART = 1 << 22
-ROUTER_BIAS = "layers/moe/bias"
-"""The path of the routers' biases among the variables of a model."""
+ROUTER_BIAS = "moe/bias"
+"""The end of the paths of routers' biases among the variables of a model."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,7 @@ class Files:
             name = self.names[source.at([span[n] for span, n in zip(stacked, place, strict=True)])]
             # A product with a damaged scale may be none.
             with np.errstate(over="ignore", invalid="ignore"):
-                parts = [self.stored.read(name, source.turned(cut)) for cut in cuts]
-            parts = [part.swapaxes(-1, -2) if source.is_transposed else part for part in parts]
+                parts = [source.parameter_part(self.stored.read(name, source.turned(cut, slice(0, 1)))) for cut in cuts]
             made[place] = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
             check_finite(made[place], self.folder.path, name)
         return made
@@ -112,7 +112,7 @@ def open_files(described: Described, config: ModelConfig, shapes: Any) -> Files:
     flat = {path_text(path): tuple(x.shape) if packing is None else packing.shape_of(x) for path, x in leaves}
     family = replace(described.family, names={**described.family.names, **described.names})
     flat |= kept_variables(config)
-    sources = sources_of(family, flat, (config.heads, config.num_kv_heads))
+    sources = sources_of(family, flat, Structure.of(config))
     wanted = tensors_of(sources, flat)
     # Some folders have a few tensors more, which are skipped, and some have scales, or the tensors of other parts.
     folder = open_folder(described.path, (2 if described.block is None else 4) * len(wanted) + (10_000 if described.others else 1_000))
@@ -145,7 +145,11 @@ def _is_of(part: str, name: str) -> bool:
 def kept_variables(config: ModelConfig) -> dict[str, Shape]:
     """The variables of a model that published files have, by path: the biases of its routers."""
     experts = config.experts
-    return {} if experts is None or experts.balance != "bias" else {ROUTER_BIAS: (config.layers - experts.first_dense, experts.count)}
+    if experts is None or experts.balance != "bias":
+        return {}
+    return {
+        f"{path}/{ROUTER_BIAS}": (stack.count, experts.count) for stack in stacks_of(config) if not stack.is_dense for path in stack.paths
+    }
 
 
 def _is_equal(files: EightBits | FourBits, one: str, other: str) -> bool:

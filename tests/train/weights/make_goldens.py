@@ -66,7 +66,7 @@ GPT_OSS = {
 }
 WITH_GRADIENTS = ("gpt_oss",)
 # Gradients of experts that a file has one by one.
-AS_FILES = ("deepseek_v3",)
+AS_FILES = ("deepseek_v3", "qwen3_next")
 MSCALE = {**YARN, "factor": 40.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 MLA = {
     "num_key_value_heads": 4,
@@ -93,6 +93,17 @@ KIMI = {**MLA, "rope_parameters": {**MSCALE, "rope_theta": 50000.0, "factor": 32
 INDEXER = {"index_topk": 96, "index_n_heads": 2, "index_head_dim": 8}
 SMALL4 = {**GROWING, "factor": 128.0, "mscale": 1.0, "partial_rotary_factor": 1 / 3}
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+LINEAR = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+}
+LINEAR_MOE = {**LINEAR, **EXPERTS, "shared_expert_intermediate_size": 32}
 MODELS = {
     "llama": (hf.LlamaConfig, {**BASE, **HEADS, "attention_bias": True, "mlp_bias": True}),
     "llama3": (hf.LlamaConfig, {**BASE, "rope_theta": 500000.0, "rope_scaling": LLAMA3, "tie_word_embeddings": True}),
@@ -137,6 +148,9 @@ MODELS = {
     "glm_moe_dsa": (hf.GlmMoeDsaConfig, {**BASE, **MLA, **INDEXER, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "kimi_k2": (hf.DeepseekV3Config, {**BASE, **KIMI}),
     "mistral4": (hf.Mistral4Config, {**BASE, **MLA, "rope_parameters": SMALL4}),
+    "qwen3_next": (hf.Qwen3NextConfig, {**BASE, **LINEAR_MOE, "attention_bias": True}),
+    "qwen3_5": (hf.Qwen3_5TextConfig, {**BASE, **LINEAR}),
+    "qwen3_5_moe": (hf.Qwen3_5MoeTextConfig, {**BASE, **LINEAR_MOE}),
     "cohere2": (hf.Cohere2Config, {**BASE, **TYPES, "logit_scale": 0.5}),
     "granite": (hf.GraniteConfig, {**BASE, **MULTIPLIERS}),
     "gpt_neox": (hf.GPTNeoXConfig, NEOX),

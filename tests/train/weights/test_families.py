@@ -10,7 +10,7 @@ import families_table
 import jax
 import numpy as np
 import pytest
-from golden_models import GOLDENS, NAMES, config_of, expected, loaded, variables_of
+from golden_models import GOLDENS, NAMES, config_of, expected, loaded, tolerance, variables_of
 
 import jgt
 from train.config import load
@@ -24,7 +24,6 @@ from train.weights.safetensors import open_folder
 from train.weights.writing import write_folder
 
 ROOT = Path(__file__).parents[3]
-TOLERANCE = 5e-5
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Options)}
 INNER = {
     "rope_scaling": ("fast", "truncate", "query_growth", "magnitude"),
@@ -57,7 +56,7 @@ def test_the_tables_of_the_docs_are_those_of_the_rows():
 def test_a_model_keeps_nothing_that_its_files_do_not_have(name):
     # An import leaves these as they are: counts of the last step.
     variables = jax.eval_shape(build(config_of(name)).init, jax.random.key(0))[1]
-    assert {jgt.path_text(path) for path, _ in jax.tree.leaves_with_path(variables)} <= {"layers/moe/load", ROUTER_BIAS}
+    assert all(jgt.path_text(path).endswith(("moe/load", ROUTER_BIAS)) for path, _ in jax.tree.leaves_with_path(variables))
 
 
 def test_every_family_has_a_golden():
@@ -67,7 +66,7 @@ def test_every_family_has_a_golden():
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(name):
     config = config_of(name)
-    assert error(name, config, loaded(name, config)) < TOLERANCE
+    assert error(name, config, loaded(name, config)) < tolerance(name)
 
 
 # What alternates in a tensor is read once for each of its two parameters.
@@ -99,10 +98,10 @@ def test_logits_are_the_same_from_shards(name, rules):
     params = loaded(name, config, placement.params)
     logits = jax.jit(jgt.shard(lambda params, tokens: model.apply(params, {}, tokens), read, mesh, partial=True))(params, whole)
     _, wanted, std = expected(name)
-    assert np.abs(logits[:2, ::5] - wanted).max() < TOLERANCE * std
+    assert np.abs(logits[:2, ::5] - wanted).max() < tolerance(name) * std
 
 
-@pytest.mark.parametrize("name", ["ministral3", "dots1", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["ministral3", "dots1", "gpt_oss", "deepseek_v3", "qwen3_5"])
 def test_documents_in_one_row_are_those_in_rows_of_their_own(name):
     config, (tokens, wanted, std) = config_of(name), expected(name)
     model, variables = build(config), variables_of(name, config)
@@ -113,8 +112,8 @@ def test_documents_in_one_row_are_those_in_rows_of_their_own(name):
 
     params = loaded(name, config)
     logits = jax.jit(packed)(params, jax.numpy.asarray(begins, np.int32))
-    assert np.abs(logits[0, :40:5] - wanted[0, :8]).max() < TOLERANCE * std
-    assert np.abs(logits[0, 40::5] - wanted[1, :12]).max() < TOLERANCE * std
+    assert np.abs(logits[0, :40:5] - wanted[0, :8]).max() < tolerance(name) * std
+    assert np.abs(logits[0, 40::5] - wanted[1, :12]).max() < tolerance(name) * std
 
 
 def test_layers_behind_the_last_one_are_left_out_with_a_line(tmp_path):
@@ -151,6 +150,9 @@ def ablations():
         "full_layers",
         "attention_sinks",
         "latent",
+        "pattern",
+        "linear",
+        "attention_gate",
     )
     for name in NAMES:
         keys = published(GOLDENS / name).keys

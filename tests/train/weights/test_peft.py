@@ -26,7 +26,7 @@ from train.weights.adapt.config import LoraConfig
 from train.weights.adapters import CONFIG, FACTOR, TENSORS, read_peft, with_adapter
 from train.weights.described import published
 from train.weights.factors import Site, check_factors, load_factors
-from train.weights.names import sources_of
+from train.weights.names import Structure, sources_of
 from train.weights.safetensors import open_folder
 from train.weights.writing import write_folder
 
@@ -50,7 +50,7 @@ def sites_of(model, section):
     """The sites of the matrices that a section adapts."""
     config = config_of(model)
     shapes = {path_text(p): x.shape for p, x in jax.tree.leaves_with_path(jax.eval_shape(build(config).init, jax.random.key(0))[0])}
-    sources = sources_of(published(MODELS / model).family, shapes, (config.heads, config.num_kv_heads))
+    sources = sources_of(published(MODELS / model).family, shapes, Structure.of(config))
     paths = [path for path in shapes if path.removeprefix("layers/").removesuffix("/kernel") in section["modules"]]
     return {factors_of(path): Site.of(sources[path], path, shapes[path]) for path in paths}
 

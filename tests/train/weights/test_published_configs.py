@@ -61,6 +61,11 @@ PARAMETERS = {
     "Qwen--Qwen3-VL-30B-A3B-Instruct": 30_532_122_624,
     "Qwen--Qwen3-VL-32B-Thinking": 32_762_123_264,
     "Qwen--Qwen3-VL-4B-Instruct": 4_022_468_096,
+    "Qwen--Qwen3.5-122B-A10B": 122_111_526_912,
+    "Qwen--Qwen3.5-27B": 26_895_998_464,
+    "Qwen--Qwen3.5-397B-A17B": 396_346_350_336,
+    "nvidia--Qwen3.6-27B-NVFP4": 26_895_998_464,
+    "nvidia--Qwen3.6-35B-A3B-NVFP4": 34_660_610_688,
     "deepseek-ai--DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
     "google--gemma-2-9b": 9_241_705_984,
     "meta-llama--Meta-Llama-3.1-70B": 70_553_706_496,
@@ -80,8 +85,6 @@ REASONS = {
     "llama4": "chunked attention",
     "mimo": "multi-token prediction",
     "nemotron_h": "state-space or convolution layers",
-    "qwen3_5": "linear attention",
-    "qwen3_5_moe": "linear attention",
     "step3p7": "experts with a router of their own",
 }
 PLACE = Path("config.json")
@@ -90,6 +93,10 @@ EXPERTS = {
     **{key: {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} for key in ("qwen2_moe", "qwen3_moe")},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     **{key: {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} for key in ("dots1", "glm4_moe")},
+    **{
+        key: {"num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+        for key in ("qwen3_next", "qwen3_5_moe_text")
+    },
     **{key: {"num_local_experts": 4, "num_experts_per_tok": 2} for key in ("gpt_oss", "minimax_m2")},
     **{
         key: {
@@ -141,9 +148,7 @@ def test_a_slip_gets_a_suggestion(kind, nearest):
         described_by({"model_type": kind}, PLACE)
 
 
-@pytest.mark.parametrize(
-    "kind", ["llama5", "gemma4", "qwen4_moe", "olmo", "phimoe", "cohere3", "mistral5", "granitemoe", "qwen3_next", "opt"]
-)
+@pytest.mark.parametrize("kind", ["llama5", "gemma4", "qwen4_moe", "olmo", "phimoe", "cohere3", "mistral5", "granitemoe", "jamba", "opt"])
 def test_another_architecture_gets_none(kind):
     with pytest.raises(jgt.InputError, match="Supported: llama, mistral") as caught:
         described_by({"model_type": kind}, PLACE)

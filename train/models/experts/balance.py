@@ -13,7 +13,8 @@ L layers, b rows of the batch, s tokens of a row, E experts, k choices of a toke
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from flax import nnx
 
 from jgt import signal
 
+from ..stacks import in_order
 from .config import ExpertsConfig
 from .routing import is_chosen, scores_of
 
@@ -80,16 +82,15 @@ def terms(sums: Routed, seq: int, config: ExpertsConfig) -> dict[str, tuple[jax.
     return found
 
 
-def settled(variables: Any, config: ExpertsConfig) -> tuple[Any, dict[str, jax.Array]]:
+def settled(variables: Any, config: ExpertsConfig, stacks: Sequence[Sequence[str]] = (("layers",),)) -> tuple[Any, dict[str, jax.Array]]:
     """The model's variables with the bias adjusted by the loads and the loads back at 0, and the step's metrics.
 
-    `load_max`: the largest load of a layer in mean loads, the mean over layers. `load_entropy`: 1 if all experts of a layer have the same
-    load, 0 if one has all; the mean over layers. `expert_load`: f32[L, E], loads in mean loads.
+    stacks: the paths of the layers of each stack that has experts, in the order of its period. `load_max`: the largest load of a layer in
+    mean loads, the mean over layers. `load_entropy`: 1 if all experts of a layer have the same load, 0 if one has all; the mean over
+    layers. `expert_load`: f32[L, E], loads in mean loads.
     """
-    after: dict[str, Any] = {"layers": _rebalanced(variables["layers"], config)}
-    if "mtp" in variables:
-        after["mtp"] = {**variables["mtp"], "block": _rebalanced(variables["mtp"]["block"], config)}
-    loads = variables["layers"]["moe"]["load"].astype(jnp.float32)
+    places = [[_at(variables, path)["load"].astype(jnp.float32) for path in paths] for paths in stacks]
+    loads = in_order(places)
     share = loads / jnp.maximum(jnp.sum(loads, axis=-1, keepdims=True), 1.0)  # [L, E]
     entropy = -jnp.sum(jax.scipy.special.xlogy(share, share), axis=-1) / jnp.log(max(config.count, 2))
     metrics = {
@@ -97,14 +98,28 @@ def settled(variables: Any, config: ExpertsConfig) -> tuple[Any, dict[str, jax.A
         "load_entropy": jnp.mean(entropy),
         EXPERT_LOAD: share * config.count,
     }
-    return {**variables, **after}, metrics
+    for paths, own in zip(stacks, places, strict=True):
+        for path, of_place in zip(paths, own, strict=True):
+            variables = _changed(variables, [*path.split("/"), "moe"], partial(_settled, loads=of_place, config=config))
+    if "mtp" in variables:
+        loads = _at(variables, "mtp/block")["load"].astype(jnp.float32)
+        variables = _changed(variables, ["mtp", "block", "moe"], partial(_settled, loads=loads, config=config))
+    return variables, metrics
 
 
-def _rebalanced(stack: Mapping[str, Any], config: ExpertsConfig) -> dict[str, Any]:
-    """The variables of stacked layers with the bias adjusted by their loads."""
-    layer: Mapping[str, Any] = stack["moe"]
+def _settled(layer: Mapping[str, Any], loads: jax.Array, config: ExpertsConfig) -> Mapping[str, Any]:
+    """The variables of the experts of a place of the period."""
     after = {**layer, "load": jnp.zeros_like(layer["load"])}
     if "bias" in layer:
-        loads = layer["load"].astype(jnp.float32)
         after["bias"] = layer["bias"] + config.rate * jnp.sign(jnp.mean(loads, axis=-1, keepdims=True) - loads)
-    return {**stack, "moe": after}
+    return after
+
+
+def _at(variables: Any, path: str) -> Any:
+    for name in path.split("/"):
+        variables = variables[name]
+    return variables["moe"]
+
+
+def _changed(tree: Any, path: Sequence[str], change: Callable[[Any], Any]) -> Any:
+    return change(tree) if not path else {**tree, path[0]: _changed(tree[path[0]], path[1:], change)}

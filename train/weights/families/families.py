@@ -6,6 +6,7 @@
     "mlp_norm": "post_attention_layernorm"                 a module of a layer; its tensors have the prefix of the layer
     "attn/{q,k,v}_proj": "self_attn.qkv_proj"              three modules in one tensor
     "moe/experts/up": "mlp.experts.{e}.up_proj.weight"     a parameter by its whole path; {e} is the expert
+    "linear/attn/out": "linear_attn.out_proj"              a module of layers of one kind
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from .family import (
 )
 from .latents import LATENTS
 from .layer_norms import LAYER_NORMS
+from .linears import LINEARS
 from .mixtures import MIXTURES
 
 _FUSED_MLP = dict.fromkeys(("mlp/gate_proj", "mlp/up_proj"), "mlp.gate_up_proj")
@@ -234,6 +236,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     **MIXTURES,
     **LATENTS,
+    **LINEARS,
     **LAYER_NORMS,
 }
 """By `model_type`. A new family is a row here, or one of those with layer norms."""

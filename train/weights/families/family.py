@@ -64,10 +64,11 @@ class Family:
 
     architecture: the class of transformers. options: reads config.json. only: keys of config.json of which jgt's models have one value.
     writes: keys of config.json that only this family has, from a model. has: keys that few classes have, and this one. lacks: keys that
-    most classes have, but not this one. names: tensors that have other names than Llama's. layer: the
-    prefix of a layer's tensors. by_head: whether the tensor of q, k and v has the outputs of each head together. are_kernels_transposed:
-    whether a kernel [in, out] is stored as [out, in]. are_stacks_transposed: also those of all experts in one tensor. is_interleaved:
-    whether the outputs of two modules in one tensor alternate. skipped: the ends of names of tensors to ignore.
+    most classes have, but not this one. names: tensors that have other names than Llama's; those of layers of one kind begin with it.
+    layer: the prefix of a layer's tensors. by_head: tensors of several modules that have the outputs of each head together.
+    are_kernels_transposed: whether a kernel [in, out] is stored as [out, in]. are_stacks_transposed: also those of all experts in one
+    tensor. is_interleaved: whether the outputs of two modules in one tensor alternate. skipped: the ends of names of tensors to ignore.
+    others: the beginnings of those of parts that are left out.
     """
 
     architecture: str = ""
@@ -78,11 +79,12 @@ class Family:
     lacks: frozenset[str] = frozenset()
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     layer: str = "model.layers.{l}."
-    by_head: bool = False
+    by_head: frozenset[str] = frozenset()
     are_kernels_transposed: bool = True
     is_interleaved: bool = False
     are_stacks_transposed: bool = False
     skipped: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    others: tuple[str, ...] = ()
 
     def read(self, k: Keys) -> ModelOptions:
         """The options that the keys of a config.json mean. Notes problems there."""

@@ -77,7 +77,7 @@ LAYER_NORMS: Mapping[str, Family] = {
             "head": "embed_out",
         },
         layer="gpt_neox.layers.{l}.",
-        by_head=True,
+        by_head=words("attention.query_key_value"),
         skipped=("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias"),
     ),
     "phi": Family(

@@ -78,6 +78,8 @@ TEXT_PARTS: Mapping[str, TextPart] = {
     "qwen2_vl": TextPart(families={"qwen2_vl_text": "qwen2", "qwen2_vl": "qwen2"}, is_flat=True, defaults=_QWEN2),
     "qwen2_5_vl": TextPart(families={"qwen2_5_vl_text": "qwen2", "qwen2_5_vl": "qwen2"}, is_flat=True, defaults=_QWEN2),
     "qwen3_vl": TextPart(families={"qwen3_vl_text": "qwen3"}, defaults=_QWEN3),
+    "qwen3_5": TextPart(families={"qwen3_5_text": "qwen3_5_text"}),
+    "qwen3_5_moe": TextPart(families={"qwen3_5_moe_text": "qwen3_5_moe_text"}, names=STACKED_EXPERTS),
     "qwen3_vl_moe": TextPart(
         families={"qwen3_vl_moe_text": "qwen3_moe"},
         defaults={"rope_theta": 5e5},

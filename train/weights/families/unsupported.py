@@ -22,7 +22,7 @@ LACKING: Mapping[str, str] = {
     "granitemoeshared hunyuan_v1_moe phimoe solar_open step3p5 step3p7",
     "images, audio or other inputs": "llava mllama phi4mm pixtral smolvlm",
     "layers of several sizes, or embeddings in each layer": "gemma3n gemma3n_text gemma4 gemma4_text mimo_v2_flash nemotron-nas",
-    "linear attention, such as gated delta nets": "kimi_linear minimax olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_text qwen3_next",
+    "linear attention with another recurrence, or beside other norms": "kimi_linear minimax olmo_hybrid",
     "multi-head latent attention beside other parts of its own": "longcat_flash minicpm3 youtu",
     "multi-token prediction": "mimo",
     "norms without parameters": "olmo",

@@ -1,0 +1,1 @@
+"""Linear attention: the layer, and the recurrence that it computes in chunks."""
