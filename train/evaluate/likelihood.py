@@ -29,7 +29,7 @@ from jgt.document import InputError
 from ..data.tokenizer import Tokenizer
 from ..files.streams import say
 from ..generate.loaded import Loaded
-from ..models.decoder import scores
+from ..models.tables import scores
 from ..setup import Setup
 from ..step.loss import by_chunks, cross_entropy, num_chunks
 from ..step.objective import Arrays

@@ -30,20 +30,17 @@ from .config import ModelConfig
 from .experts import balance
 from .experts.balance import Routed
 from .experts.config import ExpertsConfig
+from .experts.moe import MoE
 from .kernels import XLA, AttentionKernel
 from .linear import cheap, compute_type, make_norm
 from .mla import LatentAttention
 from .mlp import MLP
-from .model import Model, Table, Terms, Vector, of_nnx
-from .moe import MoE
+from .model import Model, Terms, Vector, of_nnx
 from .mtp import SecondToken
 from .recurrent.delta import DeltaNet
 from .stacks import LayerStack, in_order, stacks_of
+from .tables import TABLE_INIT, Embedding, scores, with_bias
 from .tokens import LayerFlags, Rows
-
-_TILE = 64
-TABLE_INIT = nnx.initializers.variance_scaling(1.0, "fan_out", "normal")
-"""For a table [rows, embed]: rows start with a length of about 1."""
 
 
 def build(config: ModelConfig, attention: AttentionKernel = XLA) -> Model:
@@ -151,7 +148,7 @@ class Decoder(nnx.Module):
                 x = x * jnp.asarray(self.config.logits_scale, x.dtype)
             x, table = signal.tensor(x, "normed"), (self.head or self.embed).table()
             if self.head_bias is not None:
-                x, table = _with_bias(x, table, self.head_bias[...])
+                x, table = with_bias(x, table, self.head_bias[...])
             # [b, s, d] and [v, d]
             return signal.tensor(x, "operand"), table
 
@@ -293,39 +290,3 @@ def _positions(table: jax.Array, seq: int, rows: Rows) -> jax.Array:
     placed = rows.in_documents(seq)
     # The first is a slice. A lookup would cost a gather, and a scatter backward.
     return table[None, :seq] if placed is None else table[placed]
-
-
-class Embedding(nnx.Module):
-    """A table [v, d] that embeds tokens, [b, s] → [b, s, d], or that scores them (`scores`).
-
-    name: the name of the parameter, so that rules tell the table of the input from the table of the output.
-    """
-
-    def __init__(self, vocab: int, embed: int, dtype: jnp.dtype, *, name: str, rngs: nnx.Rngs):
-        setattr(self, name, Table(TABLE_INIT(rngs.params(), (vocab, embed), jnp.float32)))
-        self.name = name
-        self.dtype = dtype
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        if tokens.size == 1:
-            # XLA makes a slice of a lookup of one row, for which it would gather a table that devices split.
-            return self.table()[jnp.repeat(tokens, 2, axis=1)][:, :1]
-        return self.table()[tokens]
-
-    def table(self) -> jax.Array:
-        """The table [v, d] in the type of matmuls."""
-        return signal.tensor(jnp.asarray(getattr(self, self.name)[...], self.dtype), "table")
-
-
-def _with_bias(x: jax.Array, table: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The factors of logits to which a bias [v] is added: one more feature, which is 1, and zeros, as matmuls of odd sizes are slow."""
-    ones, rest = jnp.ones((*x.shape[:-1], 1), x.dtype), [(0, 0), (0, _TILE - 1)]
-    x = jnp.concatenate([x, jnp.pad(ones, [(0, 0), *rest])], axis=-1)
-    return x, jnp.concatenate([table, jnp.pad(bias[:, None].astype(table.dtype), rest)], axis=-1)
-
-
-def scores(x: jax.Array, table: jax.Array, softcap: float | None = None) -> jax.Array:
-    """Logits [b, s, v] in f32 of every token at every position, from features [b, s, d] and a table [v, d]. softcap: their limit."""
-    # Sums of products are f32 even of bf16 factors: the loss takes their exponential, which would magnify a rounding.
-    logits = signal.tensor(jnp.einsum("bsd,vd->bsv", x, table, preferred_element_type=jnp.float32), "logits")
-    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)

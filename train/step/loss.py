@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jgt import signal, sum_of_groups
 from jgt.document import InputError
 
-from ..models.decoder import scores
 from ..models.model import PLACES
+from ..models.tables import scores
 from .objective import Arrays, TokenLoss
 
 Groups = tuple[int, ...]

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from jgt import signal
 
-from ..models.decoder import scores
+from ..models.tables import scores
 from .loss import by_chunks, cross_entropy, token_places
 from .objective import Arrays
 

@@ -16,8 +16,8 @@ from train.models.config import ModelConfig
 from train.models.decoder import build
 from train.models.experts.balance import Routed, routed, settled, terms
 from train.models.experts.config import ExpertsConfig, GroupsConfig
+from train.models.experts.moe import MoE, _by_row
 from train.models.experts.routing import route
-from train.models.moe import MoE, _by_row
 
 CONFIGS = {
     "softmax": ExpertsConfig(count=6, choose=2),

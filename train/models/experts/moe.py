@@ -20,14 +20,14 @@ from flax import nnx
 
 from jgt import signal
 
-from . import eight_bits
-from .config import ModelConfig
-from .experts.balance import Bias, Load, Routed, routed
-from .experts.config import ExpertsConfig
-from .experts.routing import route
-from .linear import READING_INIT, adding_init, compute_type, gated
-from .mlp import MLP
-from .model import Vector
+from .. import eight_bits
+from ..config import ModelConfig
+from ..linear import READING_INIT, adding_init, compute_type, gated
+from ..mlp import MLP
+from ..model import Vector
+from .balance import Bias, Load, Routed, routed
+from .config import ExpertsConfig
+from .routing import route
 
 
 class MoE(nnx.Module):
