@@ -81,10 +81,10 @@ def chunked(steps: TokenSteps, segments: jax.Array | None = None, *, size: int =
         more = _dot("bkch,bkgce->bkghe", k, (added * leaves[..., None]).astype(q.dtype))
         return state * keeps[..., None, None] + more, y
 
-    (b, _, heads, h), (groups, e) = steps.q.shape, steps.v.shape[3:]
-    state, y = jax.lax.scan(turn, jnp.zeros((b, heads, groups, h, e), jnp.float32), chunks)
+    (b, _, heads, h), (values, e) = steps.q.shape, steps.v.shape[3:]
+    state, y = jax.lax.scan(turn, jnp.zeros((b, heads, values, h, e), jnp.float32), chunks)
     # [z, b, k, g, c, e] → [b, z, c, k, g, e]
-    return state, jnp.moveaxis(y, (0, 4), (1, 2)).reshape(b, -1, heads, groups, e)[:, :seq]
+    return state, jnp.moveaxis(y, (0, 4), (1, 2)).reshape(b, -1, heads, values, e)[:, :seq]
 
 
 def _cut(x: jax.Array, size: int, mode: str = "constant") -> jax.Array:
