@@ -23,20 +23,21 @@ class Limits:
     def __str__(self) -> str:
         return f"{self.cpu_seconds} CPU-seconds and {self.gigabytes} GB"
 
-    def exceeded(self) -> str:
-        """The limit that this process has exceeded, in words; empty if it is within both."""
-        if time.process_time() > self.cpu_seconds:
+    def exceeded(self, begun: float) -> str:
+        """The limit that this process has exceeded, in words; empty if it is within both. begun: its CPU-seconds before the comparison."""
+        if time.process_time() - begun > self.cpu_seconds:
             return f"more than {self.cpu_seconds} CPU-seconds"
         return f"more than {self.gigabytes} GB" if gigabytes_in_use() > self.gigabytes else ""
 
     @contextlib.contextmanager
     def watched(self, end: Callable[[str], None]) -> Iterator[None]:
         """Inside, `end` is called, in a thread, when a limit is exceeded. XLA cannot be interrupted, so it has to end the process."""
-        closed = threading.Event()
+        # The process may have worked on other things before.
+        closed, begun = threading.Event(), time.process_time()
 
         def watch() -> None:
             while not closed.wait(_SECONDS):
-                if too_much := self.exceeded():
+                if too_much := self.exceeded(begun):
                     end(too_much)
                     break
 
