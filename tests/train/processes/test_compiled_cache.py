@@ -4,7 +4,6 @@ import os
 import signal
 
 import pytest
-
 from runs import Processes, rows
 
 STEPS = 3

@@ -4,8 +4,8 @@ import signal
 import time
 
 import pytest
-
 from runs import Processes, flags, free_port, rows, wait_for_path, wait_for_step
+
 from train.checkpoint.steps import FOLDER, Steps
 from train.config import load
 from train.files.ends import Exit

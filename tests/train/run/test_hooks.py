@@ -9,9 +9,9 @@ import matplotlib as mpl
 import matplotlib.image as mpl_image
 import numpy as np
 import pytest
+from runs import Processes, flags, free_port, rows
 
 from jgt.document import InputError
-from runs import Processes, flags, free_port, rows
 from train.checkpoint.restore import restore
 from train.checkpoint.saved import find_checkpoint
 from train.checkpoint.steps import Steps
